@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from .errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from .geometry import Component, KVGeometry
+    from .geometry import Component, KVGeometry, PoolKind
 
 _HOST_AXES = {
     "layer_first": "lpthd",
@@ -25,6 +25,8 @@ _HOST_AXES = {
     "page_first_direct": "plthd",
     "page_head": "phtld",
 }
+# Axes that a kind of pool has in size 1 only, and that a stored page therefore leaves out.
+_ABSENT_AXES = {"mha": "", "mla": "h", "indexer": "th"}
 _DIMENSION_NAMES = {"p": "page", "l": "layer", "t": "token", "h": "head", "d": "dim"}
 
 
@@ -95,6 +97,12 @@ class Layout(Enum):
         axes = self.host_axes
         return axes.index("h") + 1 != axes.index("d")
 
+    def why_not(self, kind: PoolKind) -> str:
+        """Return why pools of this kind cannot have this layout, or nothing where they can."""
+        if self.splits_rows and "h" in _ABSENT_AXES[kind.value]:
+            return f"{self.value} layout splits rows by head and {kind.value} pools have no head axis"
+        return ""
+
     def host_shape(self, geometry: KVGeometry, component: Component, num_pages: int) -> tuple[int, ...]:
         """Shape of one component's region, in elements, one entry for each of `host_axes`."""
         sizes = _sizes(geometry, component) | {"p": num_pages}
@@ -149,7 +157,7 @@ class Layout(Enum):
         return tuple(_DIMENSION_NAMES[axis] for axis in self._stored_axes(geometry))
 
     def _stored_axes(self, geometry: KVGeometry) -> str:
-        absent = {"mha": "", "mla": "h", "indexer": "th"}[geometry.kind.value]
+        absent = _ABSENT_AXES[geometry.kind.value]
         return "".join(axis for axis in self.page_axes if axis not in absent)
 
 

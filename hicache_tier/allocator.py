@@ -1,0 +1,210 @@
+"""Which pages of a pool are free, and who had them."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hicache_tier_kernels import INDEX_DTYPES
+
+from .errors import DoubleFreeError, InvalidArgumentError
+from .geometry import positive
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+UNNAMED = "an unnamed owner"
+
+
+def page_tensor(name: str, pages: object) -> torch.Tensor:
+    """Return page numbers as a tensor `[n]` of int32 or int64; a tensor is taken as it is.
+
+    Parameters
+    ----------
+    name : str
+        What to call the argument in an error.
+    pages : torch.Tensor, numpy.ndarray, list, tuple or range
+        Whole numbers; no bool, no float.
+
+    Raises
+    ------
+    InvalidArgumentError
+        For any other type, dtype or number of dimensions.
+    """
+    if isinstance(pages, np.ndarray) and pages.dtype in {np.dtype(np.int32), np.dtype(np.int64)}:
+        pages = torch.from_numpy(np.ascontiguousarray(pages))
+    if isinstance(pages, torch.Tensor):
+        if pages.dtype not in INDEX_DTYPES or pages.dim() != 1:
+            raise InvalidArgumentError(
+                f"{name} must be int32 or int64 of shape [n], got {pages.dtype} of shape "
+                f"{tuple(pages.shape)}."
+            )
+        return pages
+    if not isinstance(pages, list | tuple | range):
+        raise InvalidArgumentError(
+            f"{name} must be page numbers: a tensor (int32, int64), list, tuple or range, "
+            f"got {type(pages).__name__}."
+        )
+    for page in pages:
+        if isinstance(page, bool) or not hasattr(page, "__index__"):
+            raise InvalidArgumentError(f"{name} must hold whole numbers, got {page!r}.")
+    try:
+        return torch.tensor([page.__index__() for page in pages], dtype=torch.int64)
+    except (OverflowError, RuntimeError) as error:
+        raise InvalidArgumentError(f"{name} must hold page numbers of at most 64 bits.") from error
+
+
+def page_array(name: str, pages: object, num_pages: int) -> NDArray[np.int64]:
+    """Return page numbers as an int64 array `[n]`, every one within a pool of `num_pages`."""
+    array = page_tensor(name, pages).cpu().numpy().astype(np.int64, copy=False)
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= num_pages:
+            wrong = low if low < 0 else high
+            raise InvalidArgumentError(f"{name} must be within 0 .. {num_pages - 1}, got {wrong}.")
+    return array
+
+
+class PageAllocator:
+    """Free and owned pages of a pool of `num_pages`; safe to use from several threads.
+
+    Free pages are kept as runs, binned by the power of two of their length. A request that some run can
+    hold gets consecutive pages; otherwise the longest runs are used first.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = positive("num_pages", num_pages)
+        self._lock = threading.Lock()
+        self._owned = np.zeros(num_pages, dtype=bool)
+        # Of an owned page who has it, of a free page who freed it last; None where it was never used.
+        self._names = np.full(num_pages, None, dtype=object)
+        self._bins: list[dict[int, int]] = [{} for _ in range(num_pages.bit_length())]
+        self._start_of_end: dict[int, int] = {}
+        self._length_of_start: dict[int, int] = {}
+        self._add_run(0, num_pages)
+        self._free_count = num_pages
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be allocated."""
+        return self._free_count
+
+    @property
+    def owned_pages(self) -> int:
+        """Pages that are allocated; with `free_pages` always all pages."""
+        return self.num_pages - self._free_count
+
+    def owner(self, page: int) -> str | None:
+        """Return who owns `page`, or None where it is free."""
+        (number,) = page_array("page", [page], self.num_pages)
+        return str(self._names[number]) if self._owned[number] else None
+
+    def alloc(self, n: int, owner: str | None = None) -> torch.Tensor | None:
+        """Take `n` free pages, consecutive ones where a run is long enough.
+
+        Returns
+        -------
+        torch.Tensor or None
+            int64 `[n]` in ascending order; None where fewer than `n` pages are free.
+        """
+        wanted = positive("n", n)
+        with self._lock:
+            if wanted > self._free_count:
+                return None
+            start = self._take_run(wanted)
+            pages = np.arange(start, start + wanted) if start is not None else self._gather(wanted)
+            self._free_count -= wanted
+            self._owned[pages] = True
+            self._names[pages] = owner or UNNAMED
+        return torch.from_numpy(pages)
+
+    def free(self, pages: object, owner: str | None = None) -> None:
+        """Give pages back, all or, on an error, none.
+
+        Raises
+        ------
+        DoubleFreeError
+            Where a page is free already or comes twice; names who freed it first and who frees it now.
+        InvalidArgumentError
+            Where `pages` are no page numbers of this pool.
+        """
+        array = np.sort(page_array("pages", pages, self.num_pages))
+        if not array.size:
+            return
+        now = owner or UNNAMED
+        repeated = array[1:][array[1:] == array[:-1]]
+        if repeated.size:
+            raise DoubleFreeError(f"page {repeated[0]} comes twice in one call to free, by {now}.")
+        breaks = np.flatnonzero(np.diff(array) != 1) + 1
+        firsts = array[np.concatenate(([0], breaks))].tolist()
+        lasts = array[np.concatenate((breaks - 1, [array.size - 1]))].tolist()
+        with self._lock:
+            wrong = array[~self._owned[array]]
+            if wrong.size:
+                first = self._names[wrong[0]]
+                history = "was never allocated" if first is None else f"was freed already by {first}"
+                raise DoubleFreeError(f"page {wrong[0]} {history} and is freed now by {now}.")
+            self._owned[array] = False
+            self._names[array] = now
+            self._free_count += int(array.size)
+            for first, last in zip(firsts, lasts, strict=True):
+                self._add_run(first, last - first + 1)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return the free runs as (first page, length), ascending."""
+        with self._lock:
+            return sorted(self._length_of_start.items())
+
+    def _add_run(self, start: int, length: int) -> None:
+        """Insert a free run, joined with its neighbours."""
+        before = self._start_of_end.get(start)
+        if before is not None:
+            length += self._drop_run(before)
+            start = before
+        if start + length in self._length_of_start:
+            length += self._drop_run(start + length)
+        self._length_of_start[start] = length
+        self._start_of_end[start + length] = start
+        self._bins[length.bit_length() - 1][start] = length
+
+    def _drop_run(self, start: int) -> int:
+        length = self._length_of_start.pop(start)
+        del self._start_of_end[start + length]
+        del self._bins[length.bit_length() - 1][start]
+        return length
+
+    def _take_run(self, wanted: int) -> int | None:
+        """Take consecutive pages from the last run of a bin that fits, short bins first."""
+        own = wanted.bit_length() - 1
+        for runs in self._bins[own:]:
+            # popitem is constant in time; reading an end of a dict that has had deletions there is not.
+            if not runs:
+                continue
+            start, length = runs.popitem()
+            runs[start] = length
+            if length >= wanted:
+                return self._cut(start, wanted)
+        fits = (start for start, length in self._bins[own].items() if length >= wanted)
+        found = next(fits, None)
+        return None if found is None else self._cut(found, wanted)
+
+    def _cut(self, start: int, wanted: int) -> int:
+        length = self._drop_run(start)
+        if length > wanted:
+            self._add_run(start + wanted, length - wanted)
+        return start
+
+    def _gather(self, wanted: int) -> NDArray[np.int64]:
+        """Take pages from several runs, long bins first."""
+        taken: list[NDArray[np.int64]] = []
+        for runs in reversed(self._bins):
+            while runs and wanted:
+                start, length = runs.popitem()
+                runs[start] = length
+                used = min(length, wanted)
+                taken.append(np.arange(self._cut(start, used), start + used))
+                wanted -= used
+        return np.sort(np.concatenate(taken))

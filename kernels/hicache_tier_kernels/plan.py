@@ -1,0 +1,226 @@
+"""What an engine copies: two row maps and two lists of page numbers.
+
+A row map knows where every row of every page lies, whatever made it. One address rule covers all layouts:
+
+    address(plane, page, row, piece) = ptrs[plane] + page * page_strides[plane]
+                                     + row * row_strides[plane] + piece * piece_strides[plane]
+
+A plane is one component of one layer. `piece` is 0 except where a layout splits a row by head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hicache_tier.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def byte_plane(
+    base: torch.Tensor, offset: int, shape: tuple[int, int, int, int], strides: tuple[int, int, int]
+) -> torch.Tensor:
+    """Return the strided byte view `[pages, rows, pieces, piece_nbytes]` of memory that `base` belongs to.
+
+    Parameters
+    ----------
+    base : torch.Tensor
+        Only its memory counts, not its shape or dtype.
+    offset : int
+        Bytes from the first element of `base` to page 0.
+    shape : tuple[int, int, int, int]
+        Pages, rows a page, pieces a row, bytes a piece.
+    strides : tuple[int, int, int]
+        Bytes from one page, row and piece to the next.
+    """
+    memory = torch.empty(0, dtype=torch.uint8, device=base.device).set_(base.untyped_storage())
+    first = base.storage_offset() * base.element_size() + offset
+    return memory.as_strided(shape, (*strides, 1), first)
+
+
+@dataclass(frozen=True, slots=True)
+class RowMap:
+    """Where the rows of a pool lie.
+
+    Attributes
+    ----------
+    planes : tuple[torch.Tensor, ...]
+        One uint8 view `[pages, rows, pieces, piece_nbytes]` for each component and layer, component-major
+        (`K0 .. Kn, V0 .. Vn`), without a copy. Planes may differ in strides, pieces and row bytes (V
+        narrower than K); pages, rows and device are the same for all.
+    """
+
+    planes: tuple[torch.Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if not self.planes:
+            raise InvalidArgumentError("a row map needs at least one plane.")
+        first = self.planes[0]
+        for number, plane in enumerate(self.planes):
+            if plane.dtype != torch.uint8 or plane.dim() != 4 or plane.stride(3) != 1:
+                raise InvalidArgumentError(
+                    f"plane {number} must be a uint8 view [pages, rows, pieces, piece_nbytes] with inner "
+                    f"stride 1, got {plane.dtype} of shape {tuple(plane.shape)} and strides {plane.stride()}."
+                )
+            if plane.shape[:2] != first.shape[:2] or plane.device != first.device:
+                raise InvalidArgumentError(
+                    f"plane {number} has {tuple(plane.shape[:2])} pages and rows on {plane.device}, "
+                    f"plane 0 has {tuple(first.shape[:2])} on {first.device}; they must be the same."
+                )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of every plane."""
+        return self.planes[0].shape[0]
+
+    @property
+    def rows(self) -> int:
+        """Rows a page has in every plane."""
+        return self.planes[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all planes."""
+        return self.planes[0].device
+
+    @property
+    def ptrs(self) -> tuple[int, ...]:
+        """Address of page 0, row 0, piece 0 of each plane."""
+        return tuple(plane.data_ptr() for plane in self.planes)
+
+    @property
+    def page_strides(self) -> tuple[int, ...]:
+        """Bytes from a page to the next, each plane."""
+        return tuple(plane.stride(0) for plane in self.planes)
+
+    @property
+    def row_strides(self) -> tuple[int, ...]:
+        """Bytes from a row to the next within a page, each plane."""
+        return tuple(plane.stride(1) for plane in self.planes)
+
+    @property
+    def piece_strides(self) -> tuple[int, ...]:
+        """Bytes from a piece of a row to the next, each plane."""
+        return tuple(plane.stride(2) for plane in self.planes)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Pieces a row is split into, each plane: 1 unless the layout splits rows by head."""
+        return tuple(plane.shape[2] for plane in self.planes)
+
+    @property
+    def piece_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one piece, each plane."""
+        return tuple(plane.shape[3] for plane in self.planes)
+
+    @property
+    def row_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one row, each plane."""
+        return tuple(plane.shape[2] * plane.shape[3] for plane in self.planes)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page over all planes."""
+        return self.rows * sum(self.row_nbytes)
+
+    def address(self, plane: int, page: int, row: int = 0, piece: int = 0) -> int:
+        """Return the address of one piece; Python integers, so no width to overflow."""
+        view = self.planes[plane]
+        steps = view.stride(0) * page + view.stride(1) * row + view.stride(2) * piece
+        return view.data_ptr() + steps
+
+    def select(self, numbers: Iterable[int]) -> RowMap:
+        """Return the map of some planes, in the order given."""
+        return RowMap(tuple(self.planes[number] for number in numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Copy `source_pages[i]` of `source` to `destination_pages[i]` of `destination`, all planes.
+
+    Attributes
+    ----------
+    source, destination : RowMap
+        The same number of planes, rows a page and bytes a row, plane by plane. A side may split its rows
+        into pieces that the other does not.
+    source_pages, destination_pages : torch.Tensor
+        int32 or int64, `[n]`, on the CPU or the device of either map. Source pages may repeat.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Where the maps do not match, an index is out of range, or a destination page repeats. Nothing is
+        touched by then.
+    """
+
+    source: RowMap
+    destination: RowMap
+    source_pages: torch.Tensor
+    destination_pages: torch.Tensor
+
+    def __post_init__(self) -> None:
+        _check_maps(self.source, self.destination)
+        devices = {self.source.device, self.destination.device, torch.device("cpu")}
+        _check_index("source_pages", self.source_pages, self.source.num_pages, devices)
+        _check_index("destination_pages", self.destination_pages, self.destination.num_pages, devices)
+        counts = len(self.source_pages), len(self.destination_pages)
+        if counts[0] != counts[1]:
+            raise InvalidArgumentError(
+                f"source_pages and destination_pages go one to one, got {counts[0]} and {counts[1]}."
+            )
+        ordered = self.destination_pages.sort().values
+        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(repeated):
+            raise InvalidArgumentError(
+                f"destination_pages must not repeat, got page {int(repeated[0])} more than once."
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the plan copies."""
+        return len(self.source_pages) * self.source.page_nbytes
+
+
+def _check_maps(source: RowMap, destination: RowMap) -> None:
+    counts = len(source.planes), len(destination.planes)
+    if counts[0] != counts[1]:
+        raise InvalidArgumentError(
+            f"source and destination must have as many planes, got {counts[0]} and {counts[1]}."
+        )
+    if source.rows != destination.rows:
+        raise InvalidArgumentError(
+            f"source and destination must have as many rows a page, got {source.rows} and {destination.rows}."
+        )
+    for number, (ours, theirs) in enumerate(zip(source.planes, destination.planes, strict=True)):
+        row_nbytes = ours.shape[2] * ours.shape[3], theirs.shape[2] * theirs.shape[3]
+        if row_nbytes[0] != row_nbytes[1]:
+            raise InvalidArgumentError(
+                f"plane {number}: rows must have as many bytes, got {row_nbytes[0]} and {row_nbytes[1]}."
+            )
+        if ours.shape[2] != theirs.shape[2] and 1 not in {ours.shape[2], theirs.shape[2]}:
+            raise InvalidArgumentError(
+                f"plane {number}: rows are split into {ours.shape[2]} and {theirs.shape[2]} pieces; "
+                f"they must be split alike, or one side not at all."
+            )
+
+
+def _check_index(name: str, index: torch.Tensor, num_pages: int, devices: set[torch.device]) -> None:
+    if index.dtype not in INDEX_DTYPES or index.dim() != 1:
+        raise InvalidArgumentError(
+            f"{name} must be int32 or int64 of shape [n], got {index.dtype} of shape {tuple(index.shape)}."
+        )
+    if index.device not in devices:
+        allowed = ", ".join(sorted(map(str, devices)))
+        raise InvalidArgumentError(f"{name} is on {index.device}, allowed: {allowed}.")
+    if not len(index):
+        return
+    low, high = (int(bound) for bound in index.aminmax())
+    if low < 0 or high >= num_pages:
+        wrong = low if low < 0 else high
+        raise InvalidArgumentError(f"{name} must be within 0 .. {num_pages - 1}, got {wrong}.")
