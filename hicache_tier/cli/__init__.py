@@ -1,0 +1,5 @@
+"""The command `hicache-tier`."""
+
+from .app import main
+
+__all__ = ["main"]

@@ -1,0 +1,108 @@
+"""The command group: verbs found by name, imported when asked for, and one way to end.
+
+Exit codes: 0 good, 1 a finding (damage, tokens that differ), 2 a wrong call or an error of this package,
+130 after Ctrl-C. Errors of this package are one line on stderr. Anything else that escapes is a bug and keeps
+its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from hicache_tier import __version__
+from hicache_tier.errors import HiCacheTierError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FINDING = 1
+USAGE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+_VERBS = {
+    "bench": "hicache_tier.cli.bench",
+    "demo": "hicache_tier.cli.demo",
+    "inspect": "hicache_tier.cli.inspect_store",
+    "paths": "hicache_tier.cli.paths",
+    "probe": "hicache_tier.cli.probe",
+    "verify": "hicache_tier.cli.verify_store",
+}
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"hicache-tier: {' '.join(message.split())}", err=True)
+    sys.exit(USAGE)
+
+
+class App(click.Group):
+    """Group whose verbs live in modules of their own, each with an attribute `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all verbs."""
+        del ctx
+        return sorted(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one verb."""
+        del ctx
+        home = _VERBS.get(cmd_name)
+        if home is None:
+            return None
+        command = import_module(home).command
+        return command if isinstance(command, click.Command) else None
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = "hicache-tier",
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,  # noqa: ANN401 - click's signature
+    ) -> Any:  # noqa: ANN401 - click's signature
+        """Run a command line; in standalone mode end the process with the right exit code."""
+        extra["windows_expand_args"] = windows_expand_args
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        try:
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except click.UsageError as error:
+            error.show()
+            sys.exit(USAGE)
+        except click.ClickException as error:
+            _fail(error.format_message())
+        except click.Abort:
+            click.echo("hicache-tier: interrupted", err=True)
+            sys.exit(INTERRUPTED)
+        except BrokenPipeError:
+            _end_without_reader()
+        except HiCacheTierError as error:
+            _fail(str(error))
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                _end_without_reader()
+            _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _end_without_reader() -> NoReturn:
+    """End quietly where the reader of stdout is gone (`hicache-tier inspect ROOT | head`)."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(BROKEN_PIPE)
+
+
+@click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="hicache-tier")
+def main() -> None:
+    """Storage tier for LLM KV caches: see it work, look into stores, check and measure them.
+
+    Every verb takes --json. Exit codes: 0 good, 1 a finding, 2 wrong usage or an error.
+    """

@@ -1,0 +1,101 @@
+"""How verbs talk: tables and JSON on stdout, progress on stderr where a person watches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text for people.")
+
+
+def print_json(data: object) -> None:
+    """Print `data` as one JSON document."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+
+
+def stdout() -> Console:
+    """Console for results; no wrapping below 100 columns where stdout is not a terminal."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def stderr() -> Console:
+    """Console for progress and remarks."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr, highlight=False)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print rich renderables on stdout."""
+    console = stdout()
+    for part in parts:
+        console.print(part)
+
+
+def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Build a table; a column whose name starts with `>` is right-aligned."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        result.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    for row in rows:
+        result.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return result
+
+
+def mark(ok: bool) -> Any:  # noqa: ANN401 - rich is imported lazily
+    """Return a coloured yes or no."""
+    from rich.text import Text
+
+    return Text("yes", style="green") if ok else Text("no", style="red")
+
+
+def size(nbytes: int) -> str:
+    """Bytes in human binary units."""
+    from humanfriendly import format_size
+
+    return str(format_size(nbytes, binary=True))
+
+
+def age(seconds: float) -> str:
+    """Return a time span in its largest sensible unit, for example `3 h`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
+@contextmanager
+def progress(description: str, unit: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on stderr while the body runs; yield `None` where stderr is not a terminal.
+
+    The callable that it yields takes how many are done and how many there are.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
+    with Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True) as bar:
+        task = bar.add_task(description, total=None)
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield report

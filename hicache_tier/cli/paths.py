@@ -1,0 +1,39 @@
+"""`hicache-tier paths`: the path table as it is on this machine."""
+
+from __future__ import annotations
+
+import click
+
+from .output import json_option, mark, print_json, show, table
+
+
+@click.command("paths", short_help="Show which transfers work here, and why others do not.")
+@json_option
+def command(as_json: bool) -> None:
+    """Show which transfers this machine can do, by which engine, and why others are refused."""
+    from hicache_tier.paths import path_rows
+
+    rows = path_rows()
+    if as_json:
+        print_json(rows)
+        return
+    columns = ("pool", "layout", "io_backend", "layers", "op", "ok", "engine", "reason")
+    show(
+        table(
+            "Transfers on this machine",
+            columns,
+            (
+                (
+                    row["pool"],
+                    row["layout"],
+                    row["io_backend"],
+                    "sharded" if row["sharded"] else "all",
+                    row["op"],
+                    mark(row["ok"]),
+                    row["engine"] or "-",
+                    row["reason"] or "",
+                )
+                for row in rows
+            ),
+        )
+    )

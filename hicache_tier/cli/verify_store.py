@@ -1,0 +1,44 @@
+"""`hicache-tier verify`: every record and every checksum of a store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .app import FINDING
+from .output import json_option, print_json, progress, show, table
+
+
+@click.command("verify", short_help="Check every record and checksum of a store.")
+@click.argument("root", type=click.Path(exists=True, file_okay=False))
+@json_option
+@click.pass_context
+def command(ctx: click.Context, root: str, as_json: bool) -> None:
+    """Read every record and page of the store at ROOT and check them; change nothing.
+
+    Says what is damaged and what that costs. Exit code 1 where something is.
+    """
+    from hicache_tier_storage.inspection import verify_root
+
+    with progress("verifying", "pages") as report:
+        found = verify_root(root, progress=report)
+    if as_json:
+        print_json(found)
+    else:
+        _show(root, found)
+    if found["damaged"]:
+        ctx.exit(FINDING)
+
+
+def _show(root: str, found: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    details = found.get("details", [])
+    if details:
+        show(table("Damage", ("where", "what"), ((d.get("where", ""), d.get("what", "")) for d in details)))
+    text = f"{found['pages']} pages of {root} checked: "
+    if found["damaged"]:
+        show(Text.assemble(text, (f"{found['damaged']} damaged", "bold red")))
+    else:
+        show(Text.assemble(text, ("all good", "bold green")))
