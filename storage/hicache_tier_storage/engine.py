@@ -1,0 +1,73 @@
+"""The contract of byte engines: move pages between memory segments and slots of files.
+
+An engine moves bytes and knows nothing of keys, records or policies. It is given a `PageBatch` and answers
+with one verdict a page; it never raises for a fault of the medium. `hicache_tier.testing.engine` holds the
+suite that every engine passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .slab import StoreFile
+
+
+@dataclass(slots=True)
+class PageBatch:
+    """Pages to move, in the order of their file positions.
+
+    Attributes
+    ----------
+    files : list of StoreFile, one a page
+    offsets : int64 [n]
+        Byte offset of each page in its file; multiples of 4096.
+    addresses : uint64 [n, F]
+        Memory address of each of a page's F segments, in stored order.
+    nbytes : uint64 [F]
+        Lengths of a page's segments, the same for every page; they sum to `page_nbytes`.
+    page_nbytes, stride : int
+        Bytes of a page, and bytes reserved for it in the file.
+    hook : callable (first, last), optional
+        Called by the engine on the thread that moves pages `first..last-1`: before a write, after a read that
+        succeeded. May compute checksums; must not raise.
+    """
+
+    files: list[StoreFile]
+    offsets: NDArray[np.int64]
+    addresses: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+    page_nbytes: int
+    stride: int
+    hook: Callable[[int, int], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+@runtime_checkable
+class ByteEngine(Protocol):
+    """What moves bytes."""
+
+    @property
+    def name(self) -> str:
+        """Short name, as in `open_store(engine=...)`."""
+
+    @property
+    def mode(self) -> str:
+        """How it moves bytes now (`direct`, `buffered`, ...); may change when the medium refuses a mode."""
+
+    def write(self, batch: PageBatch) -> list[str]:
+        """Write every page; return "" for each page written and a reason for each that was not."""
+
+    def read(self, batch: PageBatch) -> list[str]:
+        """Read every page; return "" for each page read in full and a reason for each that was not."""
+
+    def close(self) -> None:
+        """Stop threads and give back what the engine holds."""

@@ -1,0 +1,162 @@
+"""Identity of a namespace: everything that decides what stored bytes mean.
+
+Two identities that differ in any field hash to different namespaces, so a page written under one is a miss
+under the other; nothing is ever reinterpreted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.geometry import PoolKind
+
+if TYPE_CHECKING:
+    from hicache_tier.geometry import KVGeometry
+    from hicache_tier.layout import Layout
+
+FORMAT_NAME = "hct"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """One parallel axis: this process's `rank` among `size`."""
+
+    axis: str
+    rank: int
+    size: int
+
+    @classmethod
+    def parse(cls, axis: str, value: object) -> Coordinate:
+        """Take `(rank, size)` with `0 <= rank < size`."""
+        if isinstance(value, tuple | list) and len(value) == 2:
+            rank, size = value
+            if type(rank) is int and type(size) is int and 0 <= rank < size:
+                return cls(axis, rank, size)
+        raise InvalidArgumentError(f"{axis} must be (rank, size) with 0 <= rank < size, got {value!r}.")
+
+    def __str__(self) -> str:
+        return f"{self.axis}{self.rank}of{self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the bytes of a namespace mean.
+
+    Attributes
+    ----------
+    geometry : KVGeometry
+        Of one rank.
+    axis_order : str
+        Axes of a stored page, outermost first (`Layout.page_axes`); `layer_first` and `page_first_direct`
+        store the same bytes and share it.
+    pool : str
+        Name of the pool (`kv`, `indexer`, ...).
+    model, revision, adapter, rope, scales, key_algorithm : str or None
+        Absent (None) differs from empty.
+    tenant : str or None
+        Tenant salt. Only its digest is ever written.
+    tp, pp, cp : Coordinate
+        Tensor, pipeline and context parallel coordinates.
+    """
+
+    geometry: KVGeometry
+    axis_order: str
+    pool: str
+    model: str | None
+    revision: str | None
+    tenant: str | None
+    adapter: str | None
+    tp: Coordinate
+    pp: Coordinate
+    cp: Coordinate
+    scales: str | None = None
+    rope: str | None = None
+    key_algorithm: str | None = "sha256-chain"
+
+    @classmethod
+    def build(cls, geometry: KVGeometry, layout: Layout, **fields: Any) -> Identity:  # noqa: ANN401
+        """Check the fields that come from outside and normalise the coordinates."""
+        for name in ("model", "revision", "tenant", "adapter", "scales", "rope", "key_algorithm"):
+            value = fields.get(name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidArgumentError(f"{name} must be text or None, got {value!r}.")
+            if isinstance(value, str):
+                try:
+                    value.encode()
+                except UnicodeEncodeError as error:
+                    raise InvalidArgumentError(f"{name} is not valid Unicode: {value!r}.") from error
+        for axis in ("tp", "pp", "cp"):
+            fields[axis] = Coordinate.parse(axis, fields[axis])
+        return cls(geometry=geometry, axis_order=layout.page_axes, **fields)
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Parallel axes over which every rank holds the same bytes."""
+        return () if self.geometry.kind is PoolKind.MHA else ("tp",)
+
+    @property
+    def coordinates(self) -> tuple[Coordinate, ...]:
+        """Coordinates that change the bytes."""
+        return tuple(c for c in (self.tp, self.pp, self.cp) if c.axis not in self.replicated)
+
+    @property
+    def rank(self) -> str:
+        """Directory name of this rank, without its writer number."""
+        return "-".join(str(coordinate) for coordinate in self.coordinates)
+
+    @property
+    def namespace(self) -> str:
+        """First 32 hex digits of SHA-256 over the tagged, length-prefixed fields."""
+        digest = hashlib.sha256(b"hct-namespace-1")
+        for tag, value in self._fields():
+            raw = b"" if value is None else value.encode()
+            digest.update(struct.pack("<I", len(tag)) + tag.encode())
+            digest.update(struct.pack("<BQ", value is not None, len(raw)) + raw)
+        return digest.hexdigest()[:32]
+
+    def _fields(self) -> list[tuple[str, str | None]]:
+        geometry = self.geometry
+        parts = ",".join(f"{c.name}:{c.heads}x{c.width}" for c in geometry.components)
+        return [
+            ("model", self.model),
+            ("revision", self.revision),
+            ("pool", self.pool),
+            ("dtype", geometry.dtype.label),
+            ("scales", self.scales),
+            ("kind", geometry.kind.value),
+            ("layers", str(geometry.num_layers)),
+            ("components", parts),
+            ("page_tokens", str(geometry.page_tokens)),
+            ("rows", str(geometry.rows)),
+            ("axis_order", self.axis_order),
+            *((f"{c.axis}_size", str(c.size)) for c in self.coordinates),
+            ("rope", self.rope),
+            ("key_algorithm", self.key_algorithm),
+            ("tenant", self.tenant),
+            ("adapter", self.adapter),
+        ]
+
+    def as_attributes(self) -> dict[str, Any]:
+        """Readable form, kept in the namespace group's attributes; the tenant's salt as a digest."""
+        tenant = None if self.tenant is None else hashlib.sha256(self.tenant.encode()).hexdigest()[:16]
+        return {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "model": self.model,
+            "revision": self.revision,
+            "pool": self.pool,
+            "geometry": self.geometry.as_dict(),
+            "axis_order": self.axis_order,
+            "scales": self.scales,
+            "rope": self.rope,
+            "key_algorithm": self.key_algorithm,
+            "tenant_sha256": tenant,
+            "adapter": self.adapter,
+            "parallel": {c.axis: c.size for c in self.coordinates},
+            "replicated": list(self.replicated),
+        }

@@ -1,0 +1,177 @@
+"""`zarr.json` documents of a store, and how files appear atomically.
+
+A store is ordinary Zarr v3: groups, a sharded array of pages, and two plain byte arrays. These documents are
+written once; payload bytes never pass through Zarr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from hicache_tier.errors import FormatVersionError, NotAStoreError, StoreError
+
+from .identity import FORMAT_NAME, FORMAT_VERSION
+from .record import RECORD_NBYTES
+from .state import STATE_NBYTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hicache_tier.geometry import KVGeometry
+    from hicache_tier.layout import Layout
+
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+_MAX_METADATA_NBYTES = 1 << 20
+
+
+def group_document(attributes: dict[str, Any]) -> dict[str, Any]:
+    """`zarr.json` of a group whose attributes carry `hicache_tier`."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": {"hicache_tier": attributes}}
+
+
+def _array(
+    shape: list[int], chunk: list[int], dtype: str, codecs: list[Any], names: list[str], **attributes: object
+) -> dict[str, Any]:
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": 0,
+        "codecs": codecs,
+        "dimension_names": names,
+        "attributes": {"hicache_tier": attributes} if attributes else {},
+    }
+
+
+def pages_document(
+    geometry: KVGeometry, layout: Layout, capacity: int, slots_per_slab: int
+) -> dict[str, Any]:
+    """`zarr.json` of the `pages` array: shape `[capacity, *page_shape]`, one shard a slab."""
+    page = list(layout.page_shape(geometry))
+    sharding = {
+        "name": "sharding_indexed",
+        "configuration": {
+            "chunk_shape": [1, *page],
+            "codecs": [_BYTES],
+            "index_codecs": [_BYTES, {"name": "crc32c"}],
+            "index_location": "end",
+        },
+    }
+    dtype = geometry.dtype.storage if geometry.uniform else "uint8"
+    return _array(
+        [capacity, *page],
+        [slots_per_slab, *page],
+        dtype,
+        [sharding],
+        ["slot", *layout.page_dimension_names(geometry)],
+        logical_dtype=geometry.dtype.label,
+        page_nbytes=geometry.page_nbytes,
+        components=component_table(geometry, layout),
+    )
+
+
+def component_table(geometry: KVGeometry, layout: Layout) -> list[dict[str, Any]]:
+    """Name, byte offset, shape, dimension names and dtype of each component of a page."""
+    rows, offset = [], 0
+    for component in geometry.components:
+        rows.append(
+            {
+                "name": component.name,
+                "offset": offset,
+                "shape": list(layout.component_shape(geometry, component)),
+                "dimension_names": list(layout.component_dimension_names(geometry)),
+                "dtype": geometry.dtype.label,
+            }
+        )
+        offset += geometry.component_nbytes(component)
+    return rows
+
+
+def slots_document(capacity: int, slots_per_slab: int) -> dict[str, Any]:
+    """`zarr.json` of the slot table: `uint8 [capacity, 128]`, one chunk a slab."""
+    return _array(
+        [capacity, RECORD_NBYTES],
+        [slots_per_slab, RECORD_NBYTES],
+        "uint8",
+        [_BYTES],
+        ["slot", "byte"],
+    )
+
+
+def state_document() -> dict[str, Any]:
+    """`zarr.json` of the state block: `uint8 [4096]`."""
+    return _array([STATE_NBYTES], [STATE_NBYTES], "uint8", [_BYTES], ["byte"])
+
+
+def write_document(path: Path, document: dict[str, Any]) -> None:
+    """Write `path/zarr.json` so that a reader sees the old or the new one, never a part."""
+    replace_file(path / "zarr.json", json.dumps(document, indent=1, sort_keys=True).encode())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write `data` beside `path`, sync it, and rename it into place."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:  # noqa: PTH123 - a descriptor
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_attributes(path: Path) -> dict[str, Any]:
+    """Return `attributes.hicache_tier` of the group at `path`.
+
+    Raises
+    ------
+    NotAStoreError
+        Where there is no such group, or it is somebody else's.
+    FormatVersionError
+        Where it is of a later version.
+    """
+    file = path / "zarr.json"
+    try:
+        with file.open("rb") as handle:
+            raw = handle.read(_MAX_METADATA_NBYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotAStoreError(f"{path} holds no zarr.json.") from error
+    except OSError as error:
+        raise StoreError(f"{file} cannot be read: {error.strerror}.") from error
+    try:
+        if len(raw) > _MAX_METADATA_NBYTES:
+            raise ValueError("larger than a group's metadata can be")  # noqa: TRY301
+        attributes = json.loads(raw)["attributes"]["hicache_tier"]
+        name, version = attributes["format"], attributes["version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise NotAStoreError(f"{file} is not a store's group: {error!r}.") from error
+    if name != FORMAT_NAME or not isinstance(version, int):
+        raise NotAStoreError(
+            f"{file} says format {name!r} version {version!r}; a store's is {FORMAT_NAME!r}."
+        )
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{path} is of format version {version}; this release reads up to version {FORMAT_VERSION}. "
+            "Upgrade to open it; nothing was changed."
+        )
+    return dict(attributes)

@@ -1,0 +1,281 @@
+"""`open_store`: check what is asked for, find or make the namespace, take a partition."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import humanfriendly
+
+from hicache_tier.errors import InvalidArgumentError, NotAStoreError, StoreError, StoreFullError
+from hicache_tier.geometry import KVGeometry, PoolKind
+from hicache_tier.layout import Layout
+
+from .capacity import LOCK_NAME, RootBudget, partition_paths
+from .foreign import ForeignPages
+from .identity import Identity
+from .metadata import group_document, read_attributes, write_document
+from .posix import PosixEngine
+from .probe import choose_engine, is_network
+from .slab import FileCache
+from .state import boot_id
+from .store import PageStore
+from .writer import WriterPartition, lock_partition
+
+if TYPE_CHECKING:
+    from .engine import ByteEngine
+
+VERIFY = ("suspect", "always")
+_DEFAULT_CAPACITY_NBYTES = 64 << 30
+
+
+def parse_capacity(value: object, root: Path) -> int:
+    """Return bytes from a number, text such as `"100 GiB"`, or None: 64 GiB, or a quarter of the free disk."""
+    if value is None:
+        existing = root
+        while not existing.exists():
+            existing = existing.parent
+        return min(_DEFAULT_CAPACITY_NBYTES, shutil.disk_usage(existing).free // 4)
+    if isinstance(value, str):
+        try:
+            nbytes = humanfriendly.parse_size(value)
+        except humanfriendly.InvalidSize as error:
+            raise InvalidArgumentError(
+                f"capacity_bytes {value!r} is not a size such as '100 GiB'."
+            ) from error
+    elif isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    else:
+        raise InvalidArgumentError(f"capacity_bytes must be bytes or text such as '100 GiB', got {value!r}.")
+    if nbytes <= 0:
+        raise InvalidArgumentError(f"capacity_bytes must be above 0, got {value!r}.")
+    return int(nbytes)
+
+
+def check_root(root: Path, *, create: bool) -> None:
+    """Refuse a root that is something else than a store, before anything is touched.
+
+    Raises
+    ------
+    NotAStoreError
+        For a file, or a directory with other things in it and no store.
+    StoreError
+        Where it cannot be read, or created.
+    """
+    if not root.exists():
+        if not create:
+            raise NotAStoreError(f"{root} does not exist.")
+        return
+    if not root.is_dir():
+        raise NotAStoreError(f"{root} is not a directory.")
+    try:
+        names = [entry.name for entry in root.iterdir()]
+    except OSError as error:
+        raise StoreError(f"{root} cannot be read: {error.strerror}.") from error
+    ours = LOCK_NAME in names or next(partition_paths(root), None) is not None
+    if names and not ours and (not create or set(names) != {"lost+found"}):
+        raise NotAStoreError(
+            f"{root} is not a store: it holds {len(names)} other entries ({', '.join(sorted(names)[:3])}, ...). "
+            "Name an empty or new directory."
+        )
+    if not names and not create:
+        raise NotAStoreError(f"{root} is empty: there is no store in it.")
+    if create and not os.access(root, os.W_OK | os.X_OK):
+        raise StoreError(f"{root} cannot be written; open it with read_only=True to read what it holds.")
+
+
+def file_limit() -> int:
+    """Files a store may hold open: a quarter of the process's limit, at most 1024."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(1024, soft // 4) if soft != resource.RLIM_INFINITY else 1024
+
+
+def open_store(
+    root: str | os.PathLike[str],
+    geometry: KVGeometry,
+    layout: Layout | str,
+    *,
+    model: str | None = None,
+    revision: str | None = None,
+    tenant: str | None = None,
+    adapter: str | None = None,
+    scales: str | None = None,
+    rope: str | None = None,
+    key_algorithm: str | None = "sha256-chain",
+    tp: tuple[int, int] = (0, 1),
+    pp: tuple[int, int] = (0, 1),
+    cp: tuple[int, int] = (0, 1),
+    pool: str | None = None,
+    capacity_bytes: int | str | None = None,
+    engine: str | ByteEngine = "auto",
+    io_mode: str = "auto",
+    threads: int | None = None,
+    verify: str = "suspect",
+    checksums: bool = True,
+    read_only: bool = False,
+) -> PageStore:
+    """Open a store, creating it where there is none.
+
+    Parameters
+    ----------
+    root : path
+        A directory for stores and nothing else. All namespaces and writers of a root share its capacity.
+    geometry : KVGeometry
+        What one page of this rank holds.
+    layout : Layout or str
+        The host pool's. `layer_first` and `page_first_direct` store the same bytes and read each other's.
+    model, revision, tenant, adapter, scales, rope, key_algorithm : str, optional
+        Identity: pages stored under another value of any of them are misses. Absent differs from empty.
+    tp, pp, cp : (rank, size)
+        Parallel coordinates. An axis over which ranks hold the same bytes (tensor parallel for MLA and
+        indexer pools) is left out: every rank reads what one wrote.
+    pool : str, optional
+        `kv`, or `indexer` for an indexer geometry, unless named otherwise.
+    capacity_bytes : int or str, optional
+        Cap on the root, for all writers together, as bytes or `"100 GiB"`. Default: 64 GiB, at most a quarter
+        of the free disk.
+    engine : str or ByteEngine
+        `auto`, `posix`, or an engine of your own.
+    io_mode : str
+        `auto` (O_DIRECT where the directory takes it), `direct` (insist), `buffered`.
+    threads : int, optional
+        I/O threads; default twice the cores, at most 8.
+    verify : str
+        `suspect`: check a page's checksum as it is read where power loss or another host may have touched it.
+        `always`: on every read.
+    checksums : bool
+        Store a checksum with each page. Without one a page does not survive power loss.
+    read_only : bool
+        Read what others wrote; take no partition.
+
+    Raises
+    ------
+    InvalidArgumentError
+        For a wrong argument.
+    NotAStoreError, FormatVersionError, StoreFullError, StoreError
+        Where `root` cannot be used as asked. Nothing was changed.
+    EngineUnavailableError
+        Where the engine or mode that was insisted on does not work there.
+    """
+    if not isinstance(geometry, KVGeometry):
+        raise InvalidArgumentError(f"geometry must be a KVGeometry, got {type(geometry).__name__}.")
+    layout = Layout.parse(layout)
+    if layout is Layout.PAGE_HEAD and geometry.kind is not PoolKind.MHA:
+        raise InvalidArgumentError(f"page_head needs heads; {geometry.kind.value} pools have none.")
+    if verify not in VERIFY:
+        raise InvalidArgumentError(f"verify {verify!r} is not known. Allowed: {', '.join(VERIFY)}.")
+    default_pool = "indexer" if geometry.kind is PoolKind.INDEXER else "kv"
+    pool = default_pool if pool is None else pool
+    if not (isinstance(pool, str) and pool.isascii() and pool.replace("_", "").isalnum() and len(pool) <= 32):
+        raise InvalidArgumentError(f"pool must be 1 to 32 letters, digits or '_', got {pool!r}.")
+    identity = Identity.build(
+        geometry,
+        layout,
+        pool=pool,
+        model=model,
+        revision=revision,
+        tenant=tenant,
+        adapter=adapter,
+        scales=scales,
+        rope=rope,
+        key_algorithm=key_algorithm,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+    )
+    path = Path(root).absolute()
+    capacity_nbytes = parse_capacity(capacity_bytes, path)
+    check_root(path, create=not read_only)
+    if (path / identity.namespace / "zarr.json").exists():
+        read_attributes(path / identity.namespace)  # refuses a later version
+    if not read_only:
+        _prepare(path, capacity_nbytes, geometry)
+    if isinstance(engine, str):
+        chosen: ByteEngine = (
+            PosixEngine(direct=False, threads=threads)  # a probe would have to write
+            if read_only
+            else choose_engine(path, engine, io_mode, threads)
+        )
+    else:
+        chosen = engine
+    budget = RootBudget(path, capacity_nbytes)
+    cache = FileCache(file_limit())
+    writer = None
+    try:
+        if not read_only:
+            writer = _take_partition(budget, identity, layout, cache)
+        foreign = ForeignPages(
+            path,
+            identity.namespace,
+            rank=identity.rank,
+            pool=pool,
+            own=writer.paths if writer else None,
+            geometry=geometry,
+            cache=cache,
+            boot=boot_id(),
+        )
+        return PageStore(
+            identity=identity,
+            layout=layout,
+            budget=budget,
+            engine=chosen,
+            cache=cache,
+            writer=writer,
+            foreign=foreign,
+            verify_always=verify == "always",
+            verify_foreign=is_network(path),
+            checksums=checksums,
+        )
+    except BaseException:
+        if writer is not None:
+            writer.abandon()
+        cache.close()
+        if isinstance(engine, str):
+            chosen.close()
+        raise
+
+
+def _prepare(path: Path, capacity_nbytes: int, geometry: KVGeometry) -> None:
+    """Create the root directory."""
+    if capacity_nbytes < geometry.page_nbytes:
+        raise StoreFullError(
+            f"capacity_bytes={capacity_nbytes} holds no page of {geometry.page_nbytes} bytes."
+        )
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be created: {error.strerror}.") from error
+
+
+def _take_partition(
+    budget: RootBudget, identity: Identity, layout: Layout, cache: FileCache
+) -> WriterPartition:
+    space = budget.root / identity.namespace
+    try:
+        with budget.lock():
+            space.mkdir(mode=0o700, exist_ok=True)
+            if not (space / "zarr.json").exists():
+                write_document(space, group_document(identity.as_attributes()))
+            paths, number, fd = lock_partition(space, identity.rank, identity.pool)
+            try:
+                return WriterPartition(
+                    paths,
+                    number,
+                    fd,
+                    rank=identity.rank,
+                    pool=identity.pool,
+                    geometry=identity.geometry,
+                    layout=layout,
+                    budget=budget,
+                    cache=cache,
+                )
+            except BaseException:
+                os.close(fd)
+                raise
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{budget.root} cannot be opened for writing: {error.strerror or error}.") from error

@@ -1,0 +1,337 @@
+"""A partition as any process sees it: its files, its slot tables, and which pages they hold."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache_tier.errors import FormatVersionError, StoreError
+from hicache_tier.geometry import KVGeometry
+
+from .journal import Journal
+from .metadata import read_attributes
+from .record import Words, as_records, committed, keys_of
+from .slab import FileCache, SlabDamagedError, SlabShape, StoreFile
+from .state import STATE_NBYTES, StateBlock
+from .table import MappedTable, SlotTables, table_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionPaths:
+    """Where the files of a partition lie."""
+
+    root: Path
+
+    @property
+    def pages(self) -> Path:
+        """Folder of the `pages` array."""
+        return self.root / "pages"
+
+    @property
+    def slots(self) -> Path:
+        """Folder of the slot tables."""
+        return self.root / "slots"
+
+    @property
+    def state(self) -> Path:
+        """The state block."""
+        return self.root / "state" / "c.0"
+
+    @property
+    def lock(self) -> Path:
+        """What the writer holds an exclusive flock on."""
+        return self.root / "state" / "writer.lock"
+
+    @property
+    def journal(self) -> Path:
+        """The change journal."""
+        return self.root / "state" / "journal"
+
+    def slab(self, number: int, page_axes: int) -> Path:
+        """Payload file of a slab."""
+        return self.pages / (f"c.{number}" + ".0" * page_axes)
+
+    def table(self, number: int) -> Path:
+        """Slot table of a slab."""
+        return self.slots / f"c.{number}.0"
+
+    def slab_numbers(self) -> list[int]:
+        """Numbers of the slot tables there are, ascending; files of other names are ignored."""
+        numbers = []
+        if self.slots.is_dir():
+            for entry in self.slots.iterdir():
+                parts = entry.name.split(".")
+                if len(parts) == 3 and parts[0] == "c" and parts[2] == "0" and parts[1].isdecimal():
+                    numbers.append(int(parts[1]))
+        return sorted(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFacts:
+    """What a partition's attributes say of it."""
+
+    rank: str
+    writer: int
+    pool: str
+    capacity_nbytes: int
+    geometry: KVGeometry
+    page_axes: int
+    shape: SlabShape
+
+    @classmethod
+    def read(cls, paths: PartitionPaths) -> PartitionFacts:
+        """Read and check `zarr.json`; raises `StoreError` or a subclass."""
+        attributes = read_attributes(paths.root)
+        try:
+            geometry = KVGeometry.from_dict(attributes["geometry"])
+            stride, slots = int(attributes["stride"]), int(attributes["slots_per_slab"])
+            facts = cls(
+                str(attributes["rank"]),
+                int(attributes["writer"]),
+                str(attributes["pool"]),
+                int(attributes["capacity_bytes"]),
+                geometry,
+                int(attributes["page_axes"]),
+                SlabShape(geometry.page_nbytes, stride, slots),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"{paths.root}: the partition's attributes are damaged: {error!r}.") from error
+        wanted = SlabShape.choose(geometry.page_nbytes, 0).stride
+        if stride != wanted or slots < 1 or slots & (slots - 1) or not 1 <= facts.page_axes <= 8:
+            raise StoreError(f"{paths.root}: stride {stride} or {slots} slots a slab cannot be.")
+        return facts
+
+
+@dataclass(slots=True)
+class Pages:
+    """Committed pages found in tables: slot numbers, their records, their keys."""
+
+    slots: NDArray[np.int64]
+    records: NDArray[np.void]
+    keys: list[bytes] = field(default_factory=list)
+
+
+class Partition:
+    """Files and tables of one partition.
+
+    Parameters
+    ----------
+    paths : PartitionPaths
+    facts : PartitionFacts
+    cache : FileCache
+    writable : bool
+    """
+
+    def __init__(
+        self, paths: PartitionPaths, facts: PartitionFacts, cache: FileCache, *, writable: bool
+    ) -> None:
+        self.paths = paths
+        self.facts = facts
+        self.writable = writable
+        self.tables = SlotTables(facts.shape.slots)
+        self.slabs: dict[int, StoreFile] = {}
+        self.damage: list[str] = []
+        self._cache = cache
+
+    @property
+    def name(self) -> str:
+        """`<rank>-w<k>/<pool>`, for messages."""
+        return f"{self.facts.rank}-w{self.facts.writer}/{self.facts.pool}"
+
+    def map_slab(self, number: int) -> None:
+        """Map the table of a slab and remember its payload file.
+
+        Raises
+        ------
+        SlabDamagedError
+            Where either file is missing or of a wrong size.
+        """
+        shape = self.facts.shape
+        table = StoreFile(
+            self.paths.table(number), table_nbytes(shape.slots), self._cache, writable=self.writable
+        )
+        slab_path = self.paths.slab(number, self.facts.page_axes)
+        slab = StoreFile(slab_path, shape.file_nbytes, self._cache, writable=self.writable)
+        with slab.open(direct=False) as fd:
+            self._check_tail(fd, slab)
+        self.tables.tables[number] = MappedTable(table)
+        self.slabs[number] = slab
+
+    def _check_tail(self, fd: int, slab: StoreFile) -> None:
+        tail = self.facts.shape.tail()
+        if os.pread(fd, len(tail), self.facts.shape.data_nbytes) != tail:
+            raise SlabDamagedError(f"{slab.path.name} has a damaged index")
+
+    def unmap_slab(self, number: int) -> None:
+        """Let go of a slab; its pages are not served any more."""
+        table = self.tables.tables.pop(number, None)
+        if table is not None:
+            table.close()
+        slab = self.slabs.pop(number, None)
+        if slab is not None:
+            slab.forget()
+
+    def report(self, what: str) -> None:
+        """Say once, in the log and in `damage`, that a part was dropped."""
+        line = f"{self.name}: {what}: dropped, the rest serves"
+        if line not in self.damage:
+            self.damage.append(line)
+            _LOG.warning("%s", line)
+
+    def pages_of(self, number: int) -> Pages:
+        """Return the committed pages of a mapped slab (copies of their records)."""
+        words: Words = self.tables.tables[number].words.copy()  # type: ignore[assignment]
+        records = as_records(words)
+        index = np.flatnonzero(committed(records, self.facts.shape.page_nbytes))
+        kept = records[index]
+        return Pages(index.astype(np.int64) + number * self.facts.shape.slots, kept, keys_of(kept))
+
+    def locate(self, slots: NDArray[np.int64]) -> tuple[list[StoreFile], NDArray[np.int64]]:
+        """Return file and byte offset of each slot."""
+        shape = self.facts.shape
+        offsets = (slots % shape.slots) * shape.stride
+        slabs = self.tables.slabs_of(slots)
+        if len(slabs) == 1:
+            return [self.slabs[slabs[0]]] * len(slots), offsets
+        return [self.slabs[number] for number in (slots // shape.slots).tolist()], offsets
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for number in list(self.slabs):
+            self.unmap_slab(number)
+        self.tables.close()
+
+
+class ReaderPartition(Partition):
+    """Another writer's partition, followed through its journal.
+
+    Attributes
+    ----------
+    suspect : bool
+        Every page is verified on read: the partition was written under another boot of this host or by
+        another host, or lies on a network file system.
+    """
+
+    def __init__(
+        self, paths: PartitionPaths, cache: FileCache, *, boot: bytes, expected: KVGeometry | None = None
+    ) -> None:
+        facts = PartitionFacts.read(paths)
+        if expected is not None and facts.geometry != expected:
+            raise StoreError(f"{paths.root}: the partition holds another geometry.")
+        super().__init__(paths, facts, cache, writable=False)
+        self.held: dict[int, bytes] = {}  # slot -> key
+        self.suspect = self.read_state_boot() != boot
+        self._journal: Journal | None = None
+        self._scanned: dict[int, NDArray[np.uint64]] = {}
+
+    @property
+    def followed(self) -> bool:
+        """Whether a journal tells what changes, so that looking is cheap."""
+        return self._journal is not None
+
+    def read_state(self) -> StateBlock | None:
+        """Return the state block, or None where it is unreadable."""
+        try:
+            with self.paths.state.open("rb") as file:
+                return StateBlock.unpack(file.read(STATE_NBYTES + 1), self.paths.state)
+        except FormatVersionError:
+            raise
+        except (OSError, StoreError):
+            return None
+
+    def read_state_boot(self) -> bytes | None:
+        """Return the boot under which the unverified pages were written."""
+        state = self.read_state()
+        return state.boot_id if state else None
+
+    def changes(self) -> Iterator[Pages | NDArray[np.int64]]:
+        """Yield what changed: `Pages` now held, and slot numbers that hold nothing any more."""
+        if self._journal is None:
+            try:
+                self._journal = Journal(self.paths.journal, writable=False)
+            except OSError:
+                yield from self._scan(everything=False)
+                return
+            yield from self._scan(everything=True)
+            return
+        slots = self._journal.changes()
+        if slots is None:
+            yield from self._scan(everything=True)
+        elif len(slots):
+            yield from self._reread(slots)
+
+    def _scan(self, *, everything: bool) -> Iterator[Pages | NDArray[np.int64]]:
+        present = self.paths.slab_numbers()
+        for number in [number for number in self.slabs if number not in present]:
+            yield self.lose_slab(number)
+        for number in present:
+            if number not in self.slabs and not self._try_map(number):
+                continue
+            try:
+                self.tables.tables[number].check()
+            except SlabDamagedError as error:
+                self.report(str(error))
+                yield self.lose_slab(number)
+                continue
+            generations = self.tables.tables[number].words[:, 1].copy()
+            if not everything and np.array_equal(generations, self._scanned.get(number, ())):
+                continue
+            self._scanned[number] = generations
+            pages = self.pages_of(number)
+            first = number * self.facts.shape.slots
+            gone = np.array(
+                [s for s in range(first, first + self.facts.shape.slots) if s in self.held], np.int64
+            )
+            yield np.setdiff1d(gone, pages.slots)
+            yield pages
+
+    def _reread(self, slots: NDArray[np.int64]) -> Iterator[Pages | NDArray[np.int64]]:
+        shift = self.facts.shape.slots
+        for number in self.tables.slabs_of(slots):
+            mine = slots[slots // shift == number]
+            if number not in self.slabs and not self._try_map(number):
+                yield mine
+                continue
+            if self.tables.damaged(mine):
+                yield self.lose_slab(number)
+                continue
+            records = as_records(self.tables.gather(mine))
+            good = committed(records, self.facts.shape.page_nbytes)
+            yield mine[~good]
+            kept = records[good]
+            yield Pages(mine[good], kept, keys_of(kept))
+
+    def _try_map(self, number: int) -> bool:
+        try:
+            self.map_slab(number)
+        except (SlabDamagedError, OSError) as error:
+            if self.paths.table(number).exists():
+                self.report(str(error))
+            return False
+        return True
+
+    def lose_slab(self, number: int) -> NDArray[np.int64]:
+        """Unmap a slab; return the slots that held pages."""
+        self.unmap_slab(number)
+        self._scanned.pop(number, None)
+        first = number * self.facts.shape.slots
+        return np.array([s for s in range(first, first + self.facts.shape.slots) if s in self.held], np.int64)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        super().close()

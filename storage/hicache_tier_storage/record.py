@@ -1,0 +1,122 @@
+"""Slot records: 128 bytes a slot, packed and checked a batch at a time.
+
+Batches are `uint64 [n, 16]` arrays: word 0 holds CRC, version, state, algorithm and key length; word 1 the
+generation; the rest follows the table in FORMAT.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import google_crc32c
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+RECORD_NBYTES = 128
+RECORD_WORDS = RECORD_NBYTES // 8
+RECORD_VERSION = 1
+KEY_MAX_NBYTES = 32
+
+FREE, WRITING, COMMITTED, BAD = range(4)
+CHECKSUM_NONE, CHECKSUM_XXH3 = 0, 2
+FLAG_PINNED, FLAG_FROM_GPU = 1, 2
+
+RECORD_DTYPE = np.dtype(
+    [
+        ("crc", "<u4"),
+        ("version", "u1"),
+        ("state", "u1"),
+        ("algorithm", "u1"),
+        ("key_nbytes", "u1"),
+        ("generation", "<u8"),
+        ("key", "u1", (KEY_MAX_NBYTES,)),
+        ("sequence", "<u8"),
+        ("checksum", "<u8"),
+        ("valid_nbytes", "<u4"),
+        ("epoch", "<u4"),
+        ("created_ns", "<u8"),
+        ("parent", "<u8"),
+        ("tokens", "<u4"),
+        ("flags", "<u4"),
+        ("access_s", "<u8"),
+        ("reserved", "u1", (24,)),
+    ]
+)
+GENERATION_WORD, SEQUENCE_WORD, ACCESS_WORD = 1, 6, 12
+
+Words = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
+
+
+def new_records(count: int) -> NDArray[np.void]:
+    """Return `count` zeroed records of this version."""
+    records = np.zeros(count, RECORD_DTYPE)
+    records["version"] = RECORD_VERSION
+    return records
+
+
+def as_words(records: NDArray[np.void]) -> Words:
+    """View records as `uint64 [n, 16]`."""
+    return records.view("<u8").reshape(-1, RECORD_WORDS)  # type: ignore[return-value]
+
+
+def as_records(words: Words) -> NDArray[np.void]:
+    """View `uint64 [n, 16]` (C order) as records."""
+    return words.view(RECORD_DTYPE).reshape(-1)
+
+
+def key_field(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+    """Zero-padded keys, `uint8 [n, 32]`."""
+    joined = b"".join([key.ljust(KEY_MAX_NBYTES, b"\0") for key in keys])
+    return np.frombuffer(joined, np.uint8).reshape(-1, KEY_MAX_NBYTES)
+
+
+def key_head(key: bytes) -> int:
+    """First 8 bytes of a key as stored in a child's `parent` field."""
+    return int.from_bytes(key[:8].ljust(8, b"\0"), "little")
+
+
+def seal(records: NDArray[np.void]) -> None:
+    """Fill in each record's CRC32C of its bytes 4..127."""
+    raw = records.tobytes()
+    value = google_crc32c.value
+    records["crc"] = [value(raw[at : at + 124]) for at in range(4, len(raw), RECORD_NBYTES)]
+
+
+def crc_good(records: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Tell which records carry the CRC of their bytes."""
+    raw = records.tobytes()
+    value = google_crc32c.value
+    found = [value(raw[at : at + 124]) for at in range(4, len(raw), RECORD_NBYTES)]
+    return records["crc"] == np.array(found, np.uint32)
+
+
+def committed(records: NDArray[np.void], page_nbytes: int) -> NDArray[np.bool_]:
+    """Tell which records are stable, committed, of this version and whole."""
+    good: NDArray[np.bool_] = (
+        (records["state"] == COMMITTED)
+        & (records["generation"] & 1 == 0)
+        & (records["version"] == RECORD_VERSION)
+        & (records["valid_nbytes"] == page_nbytes)
+        & (records["key_nbytes"] >= 1)
+        & (records["key_nbytes"] <= KEY_MAX_NBYTES)
+    )
+    if good.any():
+        good[good] = crc_good(records[good])
+    return good
+
+
+def keys_of(records: NDArray[np.void]) -> list[bytes]:
+    """Keys of records, as given to `put` (longer ones as their digest)."""
+    raw = records["key"].tobytes()
+    lengths = records["key_nbytes"].tolist()
+    return [raw[at : at + n] for at, n in zip(range(0, len(raw), KEY_MAX_NBYTES), lengths, strict=True)]
+
+
+def checksum_seed(key: bytes) -> int:
+    """Seed that binds a page's checksum to its key: XXH3-64 of the key, seeded with the key's length."""
+    return xxhash.xxh3_64_intdigest(key, len(key))

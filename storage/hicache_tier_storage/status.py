@@ -1,0 +1,53 @@
+"""Verdict on one page of a batch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+
+class PageStatus(int):
+    """Truth value of one page's outcome, and why.
+
+    Compares and counts as a bool: 1 where the page was stored or loaded, else 0.
+
+    Attributes
+    ----------
+    reason : str
+        `stored`, `already_stored`, `loaded`; or why not: `absent`, `changed`, `checksum`, `capacity`,
+        `disk_full`, `io_error: ...`, `damaged: ...`, `access_denied`, ...
+    """
+
+    reason: str
+
+    def __new__(cls, ok: bool, reason: str) -> PageStatus:
+        """Make a verdict."""
+        self = super().__new__(cls, ok)
+        self.reason = reason
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The reason without its details, for counters."""
+        return self.reason.partition(":")[0]
+
+    def __repr__(self) -> str:
+        return f"PageStatus({bool(self)}, {self.reason!r})"
+
+    def __reduce__(self) -> tuple[type[PageStatus], tuple[bool, str]]:
+        return (PageStatus, (bool(self), self.reason))
+
+
+@lru_cache(maxsize=256)
+def failed(reason: str) -> PageStatus:
+    """Return the verdict of a page that was not stored or loaded."""
+    return PageStatus(False, reason)
+
+
+STORED: Final = PageStatus(True, "stored")
+ALREADY_STORED: Final = PageStatus(True, "already_stored")
+LOADED: Final = PageStatus(True, "loaded")
+DELETED: Final = PageStatus(True, "deleted")
+ABSENT: Final = failed("absent")
+CHANGED: Final = failed("changed")
+CHECKSUM: Final = failed("checksum")

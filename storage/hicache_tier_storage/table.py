@@ -1,0 +1,145 @@
+"""Slot tables of a partition, mapped into memory, read and written a batch at a time."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .record import GENERATION_WORD, RECORD_NBYTES, RECORD_WORDS
+from .slab import SlabDamagedError, StoreFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from .record import Words
+
+
+class MappedTable:
+    """The slot table of one slab as `uint64 [S, 16]`, shared with every process that maps it."""
+
+    def __init__(self, file: StoreFile) -> None:
+        self.file = file
+        flags = (os.O_RDWR if file.writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(file.path, flags)
+        except FileNotFoundError as error:
+            raise SlabDamagedError(f"{file.path.name} is missing") from error
+        try:
+            file.check(self._fd)
+            access = mmap.ACCESS_WRITE if file.writable else mmap.ACCESS_READ
+            self._map = mmap.mmap(self._fd, file.nbytes, access=access)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.words: Words = np.frombuffer(self._map, np.uint64).reshape(-1, RECORD_WORDS)
+
+    def check(self) -> None:
+        """Raise `SlabDamagedError` where the file was cut or replaced; touching the map could be fatal then."""
+        self.file.check(self._fd)
+
+    def sync(self) -> None:
+        """Write the table's dirty pages to disk."""
+        self._map.flush()
+
+    def close(self) -> None:
+        """Unmap and close."""
+        del self.words
+        with suppress(BufferError):  # a reader still holds a view; the map goes with it
+            self._map.close()
+        os.close(self._fd)
+
+
+class SlotTables:
+    """All tables of a partition, addressed by slot number.
+
+    Parameters
+    ----------
+    slots_per_slab : int
+        A power of two.
+    """
+
+    def __init__(self, slots_per_slab: int) -> None:
+        self._shift = slots_per_slab.bit_length() - 1
+        self._mask = slots_per_slab - 1
+        self.slots_per_slab = slots_per_slab
+        self.tables: dict[int, MappedTable] = {}
+
+    def slabs_of(self, slots: NDArray[np.int64]) -> list[int]:
+        """Return the slabs that hold these slots."""
+        if not len(slots):
+            return []
+        first, last = int(slots.min()) >> self._shift, int(slots.max()) >> self._shift
+        if first == last:
+            return [first]
+        return sorted({slot >> self._shift for slot in slots.tolist()})
+
+    def damaged(self, slots: NDArray[np.int64]) -> dict[int, str]:
+        """Check the tables under these slots; return each unusable slab and why."""
+        bad: dict[int, str] = {}
+        for slab in self.slabs_of(slots):
+            table = self.tables.get(slab)
+            try:
+                if table is None:
+                    raise SlabDamagedError(f"slab {slab} is not there")  # noqa: TRY301
+                table.check()
+            except (SlabDamagedError, OSError) as error:
+                bad[slab] = str(error)
+        return bad
+
+    def _groups(
+        self, slots: NDArray[np.int64]
+    ) -> Iterator[tuple[Words, NDArray[np.int64] | slice, NDArray[np.int64]]]:
+        slabs = self.slabs_of(slots)
+        if len(slabs) == 1:
+            yield self.tables[slabs[0]].words, slice(None), slots & self._mask
+            return
+        owner = slots >> self._shift
+        for slab in slabs:
+            where = np.flatnonzero(owner == slab)
+            yield self.tables[slab].words, where, slots[where] & self._mask
+
+    def gather(self, slots: NDArray[np.int64]) -> Words:
+        """Copy the records of `slots`, `uint64 [n, 16]`."""
+        out = np.empty((len(slots), RECORD_WORDS), np.uint64)
+        for words, where, index in self._groups(slots):
+            out[where] = words[index]
+        return out  # type: ignore[return-value]
+
+    def generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Copy the generations of `slots`, each loaded as one aligned word."""
+        out = np.empty(len(slots), np.uint64)
+        for words, where, index in self._groups(slots):
+            out[where] = words[index, GENERATION_WORD]
+        return out
+
+    def mark_writing(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Make the generations of `slots` odd, before anything else changes; return them."""
+        odd = self.generations(slots) | np.uint64(1)
+        for words, where, index in self._groups(slots):
+            words[index, GENERATION_WORD] = odd[where]
+        return odd
+
+    def publish(self, slots: NDArray[np.int64], records: Words) -> None:
+        """Store records whose even generation goes last. The slots' generations must be odd."""
+        for words, where, index in self._groups(slots):
+            batch = records[where]
+            words[index, GENERATION_WORD + 1 :] = batch[:, GENERATION_WORD + 1 :]
+            words[index, 0] = batch[:, 0]
+            words[index, GENERATION_WORD] = batch[:, GENERATION_WORD]
+
+    def close(self) -> None:
+        """Unmap all tables."""
+        for table in self.tables.values():
+            table.close()
+        self.tables.clear()
+
+
+def table_nbytes(slots_per_slab: int) -> int:
+    """Bytes of the slot table of one slab."""
+    return slots_per_slab * RECORD_NBYTES
