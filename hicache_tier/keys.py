@@ -17,7 +17,6 @@ Model, dtype, layout, page size in tokens and rank are the business of the store
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +26,13 @@ from .errors import InvalidArgumentError
 from .geometry import positive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import torch
     from numpy.typing import NDArray
 
     Tokens = Sequence[int] | NDArray[np.integer[Any]] | torch.Tensor
 
-KEY_NBYTES = 32
 TOKEN_NBYTES = 4
 _DOMAIN = b"hicache_tier.keys.v1"
 _SALT = b"S"
@@ -118,37 +116,6 @@ class KeyChain:
         self._rest = data[len(fresh) * self._page_nbytes :]
         self.keys += fresh
         return fresh
-
-
-def as_keys(keys: Iterable[bytes | str]) -> list[bytes]:
-    """Return page keys as bytes: taken as they are, or read from hex text (as SGLang writes them).
-
-    Raises
-    ------
-    InvalidArgumentError
-        A key that is neither, is empty, is longer than 32 bytes, or occurs twice.
-    """
-    if isinstance(keys, (bytes, str)):
-        raise InvalidArgumentError(f"keys must be a list of keys, got the single {keys!r}; write [key].")
-    out = [_as_key(key) for key in keys]
-    if len(set(out)) != len(out):
-        twice = Counter(out).most_common(1)[0][0]
-        raise InvalidArgumentError(f"key {twice.hex()} occurs twice in one call; a page has one place.")
-    return out
-
-
-def _as_key(key: object) -> bytes:
-    raw = key
-    if isinstance(key, str):
-        try:
-            raw = bytes.fromhex(key)
-        except ValueError:
-            raise InvalidArgumentError(f"key {key!r} is text but not hex digits.") from None
-    if not isinstance(raw, bytes) or not 1 <= len(raw) <= KEY_NBYTES:
-        raise InvalidArgumentError(
-            f"key {key!r} is not 1 to {KEY_NBYTES} bytes, nor hex text of as many; page_keys() makes them."
-        )
-    return raw
 
 
 def _root(salt: str | None, adapter: str | None) -> bytes:

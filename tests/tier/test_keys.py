@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hicache_tier import page_keys
 from hicache_tier.errors import InvalidArgumentError
-from hicache_tier.keys import KeyChain, as_keys
+from hicache_tier.keys import KeyChain
 
 TOKENS = list(range(100, 170))
 
@@ -159,14 +159,6 @@ def test_a_refused_extension_leaves_the_chain_as_it_was():
         chain.extend([-1])
     chain.extend(TOKENS[20:])
     assert chain.keys == page_keys(TOKENS, 16)
-
-
-def test_keys_as_text_or_bytes():
-    keys = page_keys(TOKENS, 16)
-    assert as_keys([k.hex() for k in keys]) == as_keys(iter(keys)) == keys
-    for bad in ([b""], [b"x" * 33], ["zz"], [3], [keys[0], keys[0]], keys[0], keys[0].hex(), [bytearray(4)]):
-        with pytest.raises(InvalidArgumentError):
-            as_keys(bad)
 
 
 def test_the_cost_is_that_of_hashing():
