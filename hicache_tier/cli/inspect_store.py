@@ -8,7 +8,10 @@ import click
 
 from .output import age, json_option, print_json, show, size, table
 
-_COLUMNS = [
+_COLUMNS = (
+    ("rank", "writer", "pool", ">pages", ">bytes", ">capacity", ">full")
+    + ("newest", "oldest", ">prefixes")
+)
     "rank",
     "writer",
     "pool",
