@@ -12,6 +12,8 @@ from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.geometry import positive
 
 if TYPE_CHECKING:
+    from hicache_tier.host_pool import HostPool
+
     from .store import StoreLike
 
 
@@ -189,18 +191,21 @@ def seconds(name: str, value: object, *, zero: bool = False) -> float:
     return float(value)
 
 
-def check_same_pages(host: object, store: StoreLike) -> None:
+def check_same_pages(host: HostPool, store: StoreLike) -> None:
     """Refuse a store whose pages are not the host pool's, byte for byte.
 
     Raises
     ------
     InvalidArgumentError
-        Naming the field that differs and both values.
+        Naming what differs and both values.
     """
-    for name in ("geometry", "layout"):
-        ours, theirs = getattr(host, name), getattr(store, name)
-        if ours != theirs:
-            raise InvalidArgumentError(
-                f"the store's {name} differs from the host pool's, so its pages hold other bytes: "
-                f"store {theirs}, host pool {ours}. Open the store with the host pool's {name}."
-            )
+    if host.geometry != store.geometry:
+        raise InvalidArgumentError(
+            "the store's geometry differs from the host pool's, so its pages hold other bytes: store "
+            f"{store.geometry}, host pool {host.geometry}. Open the store with the host pool's geometry."
+        )
+    if host.layout.page_axes != store.layout.page_axes:
+        raise InvalidArgumentError(
+            "the store's order of axes differs from the host pool's, so its pages hold other bytes: store "
+            f"{store.layout.value}, host pool {host.layout.value}. Open it with the host pool's layout."
+        )
