@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ def page_tensor(name: str, pages: object) -> torch.Tensor:
         For any other type, dtype or number of dimensions.
     """
     if isinstance(pages, np.ndarray) and pages.dtype in {np.dtype(np.int32), np.dtype(np.int64)}:
-        pages = torch.from_numpy(np.ascontiguousarray(pages))
+        pages = torch.tensor(pages)
     if isinstance(pages, torch.Tensor):
         if pages.dtype not in INDEX_DTYPES or pages.dim() != 1:
             raise InvalidArgumentError(
@@ -48,13 +49,16 @@ def page_tensor(name: str, pages: object) -> torch.Tensor:
             f"{name} must be page numbers: a tensor (int32, int64), list, tuple or range, "
             f"got {type(pages).__name__}."
         )
+    numbers: list[int] = []
     for page in pages:
-        if isinstance(page, bool) or not hasattr(page, "__index__"):
-            raise InvalidArgumentError(f"{name} must hold whole numbers, got {page!r}.")
-    try:
-        return torch.tensor([page.__index__() for page in pages], dtype=torch.int64)
-    except (OverflowError, RuntimeError) as error:
-        raise InvalidArgumentError(f"{name} must hold page numbers of at most 64 bits.") from error
+        try:
+            number = None if isinstance(page, bool) else operator.index(page)
+        except TypeError:
+            number = None
+        if number is None or not -(1 << 63) <= number < 1 << 63:
+            raise InvalidArgumentError(f"{name} must hold whole numbers of 64 bits, got {page!r}.")
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def page_array(name: str, pages: object, num_pages: int) -> NDArray[np.int64]:

@@ -232,7 +232,7 @@ class HostMemory:
         registrar: Registrar | None = None,
         chunk_nbytes: int = CHUNK_NBYTES,
     ) -> None:
-        if pinned not in {True, False, "auto"}:
+        if not isinstance(pinned, bool) and pinned != "auto":
             raise InvalidArgumentError(f"pinned {pinned!r} is not known. Allowed: 'auto', True, False.")
         registrar = CudaRegistrar() if registrar is None else registrar
         why_not = registrar.unavailable() if pinned else None

@@ -1,10 +1,12 @@
 """Conformance suite for copy engines: subclass `CopyEngineSuite` and say how to run a plan.
 
-class TestMine(CopyEngineSuite):
-    device = "cuda"
+Pytest does the rest::
 
-    def run(self, plan):
-        mine.run(plan)
+    class TestMine(CopyEngineSuite):
+        device = "cuda"
+
+        def run(self, plan):
+            mine.run(plan)
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class CopyEngineSuite:
         to_host: bool,
         planes: Sequence[int] | None = None,
     ) -> None:
-        """Fill both pools with noise, run, and compare all of the destination with a copy made page by page."""
+        """Fill both pools with noise, run, and compare the destination with a copy made page by page."""
         generator = torch.Generator().manual_seed(len(sources))
         for plane in (*device.row_map().planes, *host.row_map().planes):
             noise = torch.randint(0, 256, plane.shape, dtype=torch.uint8, generator=generator)
