@@ -8,21 +8,8 @@ import click
 
 from .output import age, json_option, print_json, show, size, table
 
-_COLUMNS = (
-    ("rank", "writer", "pool", ">pages", ">bytes", ">capacity", ">full")
-    + ("newest", "oldest", ">prefixes")
-)
-    "rank",
-    "writer",
-    "pool",
-    ">pages",
-    ">bytes",
-    ">capacity",
-    ">full",
-    "newest",
-    "oldest",
-    ">prefixes",
-]
+_COUNTS = ("rank", "writer", "pool", ">pages", ">bytes", ">capacity", ">full")
+_AGES = ("newest", "oldest", ">prefixes")
 
 
 @click.command("inspect", short_help="Show what a store holds.")
@@ -49,7 +36,7 @@ def _show_namespace(namespace: dict[str, Any]) -> None:
     show(Text.assemble(("namespace ", "dim"), (namespace["namespace"], "bold")))
     for name, value in _flat(namespace["identity"]):
         show(Text.assemble((f"  {name:<16}", "dim"), str(value)))
-    show(table(None, _COLUMNS, (_row(partition) for partition in namespace["partitions"])))
+    show(table(None, _COUNTS + _AGES, (_row(partition) for partition in namespace["partitions"])))
 
 
 def _flat(identity: dict[str, Any]) -> list[tuple[str, Any]]:

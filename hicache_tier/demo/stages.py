@@ -10,7 +10,7 @@ from hicache_tier.device_pool import DevicePool
 from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.host_pool import HostPool
 from hicache_tier.keys import page_keys
-from hicache_tier.transfer import backup, load
+from hicache_tier.tier import Tier, WritePolicy
 from hicache_tier_storage import open_store
 
 from .bridge import fill_cache, fill_pool, geometry_of
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from .job import Job
 
 _SEED = 7
+_BATCH_PAGES = 32
+_PATIENCE_S = 60.0  # a demo on a slow disk is slow; a server would not wait so long
 _SMALLEST_CAPACITY = 64 << 20
 
 
 class Shelf:
-    """The pools and the store of one process: what an engine sets up once, when it starts.
+    """The pools, the store and the tier of one process: what an engine sets up once, when it starts.
 
     Attributes
     ----------
@@ -53,6 +55,16 @@ class Shelf:
                 capacity_bytes=max(2 * num_pages * geometry.page_nbytes, _SMALLEST_CAPACITY),
                 engine=options.engine,
             )
+            self.tier = Tier(
+                self.host,
+                self.store,
+                policy=options.policy,
+                prefetch="wait_complete",
+                batch_pages=_BATCH_PAGES,
+                lookup_timeout_s=_PATIENCE_S,
+                deadline_s=_PATIENCE_S,
+                io_backend=options.io_backend,
+            )
         # An engine's free pages lie anywhere, so the places in the device pool are shuffled here.
         self.places = torch.randperm(num_pages, generator=torch.Generator().manual_seed(_SEED))
 
@@ -76,13 +88,17 @@ class Shelf:
         """Move all full pages of the prompt from the model's cache down to the store."""
         keys = page_keys(prompt, self.options.page_tokens)
         fill_pool(cache, self.device, self.places)
-        pages = self._host_pages(len(keys))
         with self.watch.time("backup_seconds"):
-            _finish(backup(self.device, self.host, self.places, pages, self.options.io_backend))
+            held = self.tier.insert(keys, self.device, self.places)
         with self.watch.time("put_seconds"):
-            stored = sum(bool(ok) for ok in self.store.put(keys, self.host, pages))
-        self.host.free(pages)
-        return {"pages_full": len(keys), "pages": stored, "bytes": stored * self.geometry.page_nbytes}
+            if self.tier.settings.policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+                # The prompt comes again, as often as the policy wants to see a page before it is stored.
+                for _ in range(self.tier.settings.hits_to_store - 1):
+                    self.tier.insert(keys, self.device, self.places)
+            self.tier.flush(_PATIENCE_S)
+        stored = self.store.match_prefix(keys)
+        nbytes = stored * self.geometry.page_nbytes
+        return {"pages_full": len(keys), "pages_held": held, "pages": stored, "bytes": nbytes}
 
     def fetch(self, cache: DynamicCache, prompt: list[int]) -> dict[str, Any]:
         """Bring the longest stored prefix up into the model's empty cache.
@@ -91,38 +107,23 @@ class Shelf:
         """
         with self.watch.time("match_seconds"):
             keys = page_keys(prompt[:-1], self.options.page_tokens)
-            matched = self.store.match_prefix(keys)
-        loaded = self._load(keys[:matched], cache) if matched else 0
-        nbytes = loaded * self.geometry.page_nbytes
-        return {"pages_matched": matched, "pages_loaded": loaded, "bytes_loaded": nbytes}
-
-    def _load(self, keys: list[bytes], cache: DynamicCache) -> int:
-        """Return how many pages, from the first on, could be loaded."""
-        pages = self._host_pages(len(keys))
+            match = self.tier.match(keys)
         with self.watch.time("get_seconds"):
-            verdicts = [bool(ok) for ok in self.store.get(keys, self.host, pages)]
-        good = verdicts.index(False) if False in verdicts else len(verdicts)
-        places = self.places.flip(0)[:good]  # other places than those that the first process used
-        if good:
-            with self.watch.time("load_seconds"):
-                _finish(load(self.host, self.device, pages[:good], places, self.options.io_backend))
-            with self.watch.time("rebuild_seconds"):
-                fill_cache(self.device, places, cache)
-        self.host.free(pages)
-        return good
+            self.tier.prefetch(keys[: match.pages]).wait()
+        places = self.places.flip(0)[: len(keys)]  # other places than those that the first process used
+        with self.watch.time("load_seconds"):
+            loaded = self.tier.load(keys, self.device, places)
+        with self.watch.time("rebuild_seconds"):
+            if loaded:
+                fill_cache(self.device, places[:loaded], cache)
+        nbytes = loaded * self.geometry.page_nbytes
+        return {"pages_matched": match.pages, "pages_loaded": loaded, "bytes_loaded": nbytes}
 
-    def _host_pages(self, count: int) -> torch.Tensor:
-        pages = self.host.alloc(count)
-        assert pages is not None  # noqa: S101 - the pool was made for all pages of the prompt
-        return pages
-
-    def close(self) -> None:
-        """Close the store, then the pools."""
+    def close(self) -> dict[str, Any]:
+        """Close the tier, then the store, then the pool; return the tier's counters."""
         with self.watch.time("close_seconds"):
+            stats = self.tier.stats()
+            self.tier.close(_PATIENCE_S)
             self.store.close()
             self.host.close()
-
-
-def _finish(completion: Any) -> None:  # noqa: ANN401 - None on a CPU, a completion on a GPU
-    if completion is not None:
-        completion.wait()
+        return stats

@@ -84,7 +84,7 @@ class Worker:
         run = generate(model, prompt, cache, self.steps, started=time.perf_counter())
         self.say("stage", text="keeping the pages of the prompt")
         kept = shelf.keep(cache, prompt)
-        shelf.close()
+        stats = shelf.close()
         self._hand_over(prompt, run)
         return {
             "prompt_tokens": len(prompt),
@@ -93,6 +93,7 @@ class Worker:
             **shelf.description,
             **shelf.watch.seconds,
             **kept,
+            "tier": stats,
         }
 
     def warm(self, device: torch.device) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class Worker:
         cache = new_cache(model)
         fetched = shelf.fetch(cache, prompt)
         run = generate(model, prompt, cache, self.steps, started=started)
-        shelf.close()
+        stats = shelf.close()
         self.say("stage", text=f"new process: reading all {len(prompt)} tokens again, to compare")
         again = generate(model, prompt, new_cache(model), self.steps, started=time.perf_counter())
         return {
@@ -122,6 +123,7 @@ class Worker:
             "logits": self._compare(run, again),
             **shelf.watch.seconds,
             **fetched,
+            "tier": stats,
         }
 
     @property
