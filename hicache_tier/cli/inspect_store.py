@@ -63,7 +63,7 @@ def _row(partition: dict[str, Any]) -> tuple[object, ...]:
         full,
         _age(partition.get("newest_age_seconds")),
         _age(partition.get("oldest_age_seconds")),
-        partition.get("chains", "-"),
+        partition["chains"]["roots"],
     )
 
 
