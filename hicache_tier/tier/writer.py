@@ -126,7 +126,7 @@ class Writer:
                 self._runs.popleft()
         self.pages -= len(batch)
         self._yield_since_s = None
-        return _Put(self._core, batch)
+        return _Put(self._core, self, batch)
 
     def _yielding(self) -> bool:
         """Let waiting reads go first, for a bounded time."""
@@ -146,9 +146,10 @@ class Writer:
 class _Put:
     """One batch on its way to the store."""
 
-    def __init__(self, core: Core, entries: list[Entry]) -> None:
+    def __init__(self, core: Core, writer: Writer, entries: list[Entry]) -> None:
         self.entries = entries
         self._core = core
+        self._writer = writer
 
     def run(self) -> object:
         """Write the pages."""
@@ -186,6 +187,7 @@ class _Put:
                 core.index.discard(entry)
 
     def expire(self) -> None:
-        """Keep the pages, readable and pinned: only their way to the store is in doubt."""
+        """Keep the pages, readable and pinned; drop the writes that wait behind a store that hangs."""
         for entry in self.entries:
             self._core.index.stay(entry)
+        self._writer.drop_oldest(self._writer.pages, "breaker_open")
