@@ -32,6 +32,11 @@ def group_document(attributes: dict[str, Any]) -> dict[str, Any]:
     return {"zarr_format": 3, "node_type": "group", "attributes": {"hicache_tier": attributes}}
 
 
+def plain_group_document() -> dict[str, Any]:
+    """`zarr.json` of a rank's group, which only joins its pools to the namespace."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": {}}
+
+
 def _array(
     shape: list[int], chunk: list[int], dtype: str, codecs: list[Any], names: list[str], **attributes: object
 ) -> dict[str, Any]:
@@ -100,13 +105,13 @@ def slots_document(capacity: int, slots_per_slab: int) -> dict[str, Any]:
         [slots_per_slab, RECORD_NBYTES],
         "uint8",
         [_BYTES],
-        ["slot", "byte"],
+        ["slot", "record_byte"],  # not "byte": xarray wants one size for one name in a group
     )
 
 
 def state_document() -> dict[str, Any]:
     """`zarr.json` of the state block: `uint8 [4096]`."""
-    return _array([STATE_NBYTES], [STATE_NBYTES], "uint8", [_BYTES], ["byte"])
+    return _array([STATE_NBYTES], [STATE_NBYTES], "uint8", [_BYTES], ["state_byte"])
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from hicache_tier.layout import Layout
 from .capacity import LOCK_NAME, RootBudget, partition_paths
 from .foreign import ForeignPages
 from .identity import Identity
-from .metadata import group_document, read_attributes, write_document
+from .metadata import group_document, plain_group_document, read_attributes, write_document
 from .posix import PosixEngine
 from .probe import choose_engine, is_network
 from .slab import FileCache
@@ -261,6 +261,8 @@ def _take_partition(
                 write_document(space, group_document(identity.as_attributes()))
             paths, number, fd = lock_partition(space, identity.rank, identity.pool)
             try:
+                if not (paths.root.parent / "zarr.json").exists():  # or a reader's walk ends at the namespace
+                    write_document(paths.root.parent, plain_group_document())
                 return WriterPartition(
                     paths,
                     number,

@@ -16,7 +16,6 @@ from .partition import PartitionPaths
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _POOL = re.compile(r"[A-Za-z0-9_]{1,32}")
@@ -105,7 +104,7 @@ def _add_namespace(found: Survey, path: Path) -> None:
         space.problem = str(error)
     foreign = len(found.foreign)
     for rank in _walk(found, path, _GROUP, PARTITION_NAME):
-        for pool in _walk(found, rank, None, _POOL):
+        for pool in _walk(found, rank, _GROUP, _POOL):
             _note_foreign(found, pool)
             space.partitions.append(PartitionPaths(pool))
     if space.problem and not space.partitions:
@@ -121,11 +120,10 @@ def _note_foreign(found: Survey, pool: Path) -> None:
 
 
 def _walk(
-    found: Survey, folder: Path, files: re.Pattern[str] | None, folders: re.Pattern[str] | None
+    found: Survey, folder: Path, files: re.Pattern[str], folders: re.Pattern[str] | None
 ) -> list[Path]:
     """Return the subfolders of one folder that carry a name of the format; note what is foreign."""
     known: list[Path] = []
-    matches: Callable[[str], bool] = lambda name: bool(files and files.fullmatch(name))  # noqa: E731
     try:
         entries = sorted(folder.iterdir())
     except FileNotFoundError:  # a live store gave it up meanwhile
@@ -138,7 +136,7 @@ def _walk(
                 continue
             foreign = not (folder == found.root and entry.name == "lost+found")
         else:
-            foreign = link or not matches(entry.name.removesuffix(".tmp"))  # a killed writer leaves .tmp
+            foreign = link or not files.fullmatch(entry.name.removesuffix(".tmp"))  # a kill leaves .tmp
         if foreign:
             found.foreign.append(found.relative(entry))
     return known
