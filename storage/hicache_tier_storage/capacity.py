@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .partition import PartitionPaths
+from .partition import PartitionPaths, remove_slab
 from .record import ACCESS_WORD, RECORD_WORDS
 
 if TYPE_CHECKING:
@@ -199,13 +199,3 @@ def _newest_access(table: Path) -> int:
         return 0
     whole = len(raw) // RECORD_WORDS * RECORD_WORDS
     return int(raw[:whole].reshape(-1, RECORD_WORDS)[:, ACCESS_WORD].max(initial=0))
-
-
-def remove_slab(slab: Path, table: Path) -> None:
-    """Unlink a slab, then its table, so that a crash between leaves a table without payload."""
-    for path in (slab, table):
-        with suppress(FileNotFoundError):
-            path.unlink()
-
-
-__all__ = ["LOCK_NAME", "PARTITION_NAME", "RootBudget", "partition_paths", "remove_slab", "writer_lock"]

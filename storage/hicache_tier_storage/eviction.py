@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .record import key_head
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -44,13 +42,13 @@ class LeafLru:
         self._clock += len(slots)
         self.ticks[slots] = self._clock - np.arange(len(slots))
 
-    def add(self, slots: NDArray[np.int64], keys: Sequence[bytes], parents: Sequence[int]) -> None:
-        """Enter stored pages; `parents` are key heads, 0 for none."""
+    def add(self, slots: NDArray[np.int64], heads: Sequence[int], parents: Sequence[int]) -> None:
+        """Enter stored pages: the first 8 bytes of their keys and of their parents' keys, 0 for none."""
         self.touch(slots)
-        ticks = self.ticks[slots].tolist()
+        ticks, numbers = self.ticks[slots].tolist(), slots.tolist()
+        self._keys.update(zip(numbers, zip(heads, parents, strict=True), strict=True))
         children, heap, push = self._children, self._heap, heapq.heappush
-        for slot, key, parent, tick in zip(slots.tolist(), keys, parents, ticks, strict=True):
-            self._keys[slot] = (key_head(key), parent)
+        for slot, parent, tick in zip(numbers, parents, ticks, strict=True):
             if parent:
                 children[parent] = children.get(parent, 0) + 1
             push(heap, (tick, slot))

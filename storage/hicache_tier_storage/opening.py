@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from hicache_tier.geometry import KVGeometry, PoolKind
 from hicache_tier.layout import Layout
 
 from .capacity import LOCK_NAME, RootBudget, partition_paths
+from .creation import lock_partition
 from .foreign import ForeignPages
 from .identity import Identity
 from .metadata import group_document, plain_group_document, read_attributes, write_document
@@ -23,7 +25,7 @@ from .probe import choose_engine, is_network
 from .slab import FileCache
 from .state import boot_id
 from .store import PageStore
-from .writer import WriterPartition, lock_partition
+from .writer import WriterPartition
 
 if TYPE_CHECKING:
     from .engine import ByteEngine
@@ -33,7 +35,7 @@ _DEFAULT_CAPACITY_NBYTES = 64 << 30
 
 
 def parse_capacity(value: object, root: Path) -> int:
-    """Return bytes from a number, text such as `"100 GiB"`, or None: 64 GiB, or a quarter of the free disk."""
+    """Bytes of a number, of text such as `"100 GiB"`, or None: 64 GiB, at most a quarter of what is free."""
     if value is None:
         existing = root
         while not existing.exists():
@@ -78,8 +80,8 @@ def check_root(root: Path, *, create: bool) -> None:
     ours = LOCK_NAME in names or next(partition_paths(root), None) is not None
     if names and not ours and (not create or set(names) != {"lost+found"}):
         raise NotAStoreError(
-            f"{root} is not a store: it holds {len(names)} other entries ({', '.join(sorted(names)[:3])}, ...). "
-            "Name an empty or new directory."
+            f"{root} is not a store: it holds {len(names)} other entries "
+            f"({', '.join(sorted(names)[:3])}, ...). Name an empty or new directory."
         )
     if not names and not create:
         raise NotAStoreError(f"{root} is empty: there is no store in it.")
@@ -163,14 +165,8 @@ def open_store(
     if not isinstance(geometry, KVGeometry):
         raise InvalidArgumentError(f"geometry must be a KVGeometry, got {type(geometry).__name__}.")
     layout = Layout.parse(layout)
-    if layout is Layout.PAGE_HEAD and geometry.kind is not PoolKind.MHA:
-        raise InvalidArgumentError(f"page_head needs heads; {geometry.kind.value} pools have none.")
-    if verify not in VERIFY:
-        raise InvalidArgumentError(f"verify {verify!r} is not known. Allowed: {', '.join(VERIFY)}.")
-    default_pool = "indexer" if geometry.kind is PoolKind.INDEXER else "kv"
-    pool = default_pool if pool is None else pool
-    if not (isinstance(pool, str) and pool.isascii() and pool.replace("_", "").isalnum() and len(pool) <= 32):
-        raise InvalidArgumentError(f"pool must be 1 to 32 letters, digits or '_', got {pool!r}.")
+    _check_options(geometry, layout, verify)
+    pool = _pool_name(pool, geometry)
     identity = Identity.build(
         geometry,
         layout,
@@ -236,6 +232,21 @@ def open_store(
         if isinstance(engine, str):
             chosen.close()
         raise
+
+
+def _check_options(geometry: KVGeometry, layout: Layout, verify: str) -> None:
+    if layout is Layout.PAGE_HEAD and geometry.kind is not PoolKind.MHA:
+        raise InvalidArgumentError(f"page_head needs heads; {geometry.kind.value} pools have none.")
+    if verify not in VERIFY:
+        raise InvalidArgumentError(f"verify {verify!r} is not known. Allowed: {', '.join(VERIFY)}.")
+
+
+def _pool_name(pool: object, geometry: KVGeometry) -> str:
+    if pool is None:
+        return "indexer" if geometry.kind is PoolKind.INDEXER else "kv"
+    if not (isinstance(pool, str) and re.fullmatch(r"[A-Za-z0-9_]{1,32}", pool)):
+        raise InvalidArgumentError(f"pool must be 1 to 32 letters, digits or '_', got {pool!r}.")
+    return pool
 
 
 def _prepare(path: Path, capacity_nbytes: int, geometry: KVGeometry) -> None:

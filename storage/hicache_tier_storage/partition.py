@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,13 @@ class PartitionFacts:
         return facts
 
 
+def remove_slab(slab: Path, table: Path) -> None:
+    """Unlink a slab, then its table, so that a crash between leaves a table without payload."""
+    for path in (slab, table):
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
 @dataclass(slots=True)
 class Pages:
     """Committed pages found in tables: slot numbers, their records, their keys."""
@@ -183,6 +191,11 @@ class Partition:
         if slab is not None:
             slab.forget()
 
+    def remove_slab_files(self, number: int) -> None:
+        """Unmap a slab and unlink its files."""
+        self.unmap_slab(number)
+        remove_slab(self.paths.slab(number, self.facts.page_axes), self.paths.table(number))
+
     def report(self, what: str) -> None:
         """Say once, in the log and in `damage`, that a part was dropped."""
         line = f"{self.name}: {what}: dropped, the rest serves"
@@ -192,7 +205,7 @@ class Partition:
 
     def pages_of(self, number: int) -> Pages:
         """Return the committed pages of a mapped slab (copies of their records)."""
-        words: Words = self.tables.tables[number].words.copy()  # type: ignore[assignment]
+        words: Words = self.tables.tables[number].words.copy()
         records = as_records(words)
         index = np.flatnonzero(committed(records, self.facts.shape.page_nbytes))
         kept = records[index]

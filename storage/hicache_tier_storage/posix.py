@@ -31,10 +31,10 @@ _RUN_MIN_NBYTES = 256 << 10
 DIRECT_ALIGNMENT = 512
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_VECTOR_ARGS = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
 _PWRITEV, _PREADV = _LIBC.pwritev64, _LIBC.preadv64
 for _call in (_PWRITEV, _PREADV):
-    _call.argtypes, _call.restype = _VECTOR_ARGS, ctypes.c_ssize_t
+    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+    _call.restype = ctypes.c_ssize_t
 
 Iov = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 
@@ -185,7 +185,7 @@ class _Plan:
     def iov_of(self, first: int, last: int) -> Iov:
         """Vectors of pages `first..last-1`, without the gap behind the last."""
         end = last * self._per_page - (1 if self._gap else 0)
-        return self._iov[first * self._per_page : end]  # type: ignore[return-value]
+        return self._iov[first * self._per_page : end]
 
     def runs(self, threads: int) -> Iterator[tuple[int, int]]:
         """Cut the batch where slots or files do not follow, and into pieces that keep all threads busy."""

@@ -38,7 +38,7 @@ IO_MODES = ("auto", "direct", "buffered")
 
 @dataclass(frozen=True, slots=True)
 class EngineProbe:
-    """One way of moving bytes for a directory: whether it works, why or why not, and whether `auto` takes it."""
+    """One way of moving bytes in a directory: does it work, why (not), and does `auto` take it."""
 
     engine: str
     mode: str

@@ -61,7 +61,7 @@ def new_records(count: int) -> NDArray[np.void]:
 
 def as_words(records: NDArray[np.void]) -> Words:
     """View records as `uint64 [n, 16]`."""
-    return records.view("<u8").reshape(-1, RECORD_WORDS)  # type: ignore[return-value]
+    return records.view("<u8").reshape(-1, RECORD_WORDS)
 
 
 def as_records(words: Words) -> NDArray[np.void]:
@@ -92,7 +92,8 @@ def crc_good(records: NDArray[np.void]) -> NDArray[np.bool_]:
     raw = records.tobytes()
     value = google_crc32c.value
     found = [value(raw[at : at + 124]) for at in range(4, len(raw), RECORD_NBYTES)]
-    return records["crc"] == np.array(found, np.uint32)
+    good: NDArray[np.bool_] = records["crc"] == np.array(found, np.uint32)
+    return good
 
 
 def committed(records: NDArray[np.void], page_nbytes: int) -> NDArray[np.bool_]:

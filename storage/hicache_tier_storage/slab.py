@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from .metadata import sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SLOT_ALIGNMENT = 4096
 SLAB_TARGET_NBYTES = 1 << 30
@@ -149,6 +149,11 @@ class StoreFile:
         access = os.O_RDWR if self.writable else os.O_RDONLY
         return access | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
 
+    def sync(self) -> None:
+        """Write what the kernel still holds of this file to disk."""
+        with self.open(direct=False) as fd:
+            os.fdatasync(fd)
+
     def forget(self) -> None:
         """Close cached descriptors, so that the path may be unlinked or replaced by the store itself."""
         for direct in (False, True):
@@ -193,12 +198,6 @@ class FileCache:
                 entry[2] = 1
             else:
                 os.close(self._open.pop(key)[0])
-
-    def sync(self) -> None:
-        """`fdatasync` every open file."""
-        with self._lock:
-            for fd, _, _ in self._open.values():
-                os.fdatasync(fd)
 
     def close(self) -> None:
         """Close everything that is not borrowed."""

@@ -84,10 +84,12 @@ class StateBlock:
         version, crc = struct.unpack_from("<II", raw, 8)
         if version > _VERSION:
             raise FormatVersionError(
-                f"{where}: state block version {version}; this release reads up to {_VERSION}. Upgrade to open it."
+                f"{where}: state block version {version}; this release reads up to {_VERSION}. "
+                "Upgrade to open it."
             )
         body = raw[16:512]
         if google_crc32c.value(body) != crc:
             raise StoreError(f"{where}: the state block's checksum is wrong.")
         fields = _BODY.unpack_from(body)
-        return cls(*fields[:4], bool(fields[4]), *fields[5:])
+        uuid, boot, pid, epoch, clean, sequence, slots, stride, page_nbytes, capacity = fields
+        return cls(uuid, boot, pid, epoch, bool(clean), sequence, slots, stride, page_nbytes, capacity)

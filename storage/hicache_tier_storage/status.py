@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final
+from typing import Final, Self
 
 
 class PageStatus(int):
@@ -20,7 +20,7 @@ class PageStatus(int):
 
     reason: str
 
-    def __new__(cls, ok: bool, reason: str) -> PageStatus:
+    def __new__(cls, ok: bool, reason: str) -> Self:
         """Make a verdict."""
         self = super().__new__(cls, ok)
         self.reason = reason

@@ -40,7 +40,7 @@ class MappedTable:
         self.words: Words = np.frombuffer(self._map, np.uint64).reshape(-1, RECORD_WORDS)
 
     def check(self) -> None:
-        """Raise `SlabDamagedError` where the file was cut or replaced; touching the map could be fatal then."""
+        """Raise `SlabDamagedError` where the file was cut or replaced: touching the map could be fatal."""
         self.file.check(self._fd)
 
     def sync(self) -> None:
@@ -109,7 +109,7 @@ class SlotTables:
         out = np.empty((len(slots), RECORD_WORDS), np.uint64)
         for words, where, index in self._groups(slots):
             out[where] = words[index]
-        return out  # type: ignore[return-value]
+        return out
 
     def generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Copy the generations of `slots`, each loaded as one aligned word."""

@@ -1,0 +1,161 @@
+"""What the parts of an open store share: the index, the lock, the partitions, the counters."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache_tier.errors import ClosedError
+
+from .partition import Partition, ReaderPartition
+from .writer import WriterPartition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from hicache_tier.geometry import KVGeometry
+
+    from .engine import ByteEngine
+    from .foreign import ForeignPages
+    from .status import PageStatus
+
+_LOG = logging.getLogger(__name__)
+
+
+class StoreCore:
+    """State of an open store. Fields are read and changed under `lock` unless said otherwise.
+
+    Attributes
+    ----------
+    index : dict
+        Key to slot in this process's partition. Lookups need no lock.
+    writing : set
+        Keys that a put of this process is storing now.
+    closed : str
+        Why the store cannot be used any more, or "".
+    """
+
+    def __init__(
+        self,
+        *,
+        root: Path,
+        geometry: KVGeometry,
+        engine: ByteEngine,
+        writer: WriterPartition | None,
+        foreign: ForeignPages,
+    ) -> None:
+        self.root = root
+        self.geometry = geometry
+        self.engine = engine
+        self.writer = writer
+        self.foreign = foreign
+        self.lock = threading.Lock()
+        self.index: dict[bytes, int] = {}
+        if writer is not None:
+            self.index = {key: slot for slot, key in writer.keys.items()}
+        self.writing: set[bytes] = set()
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.slabs_dropped = 0
+        self.closed = ""
+        self._touched: list[NDArray[np.int64]] = []
+        self._users = 0
+        self._idle = threading.Condition(self.lock)
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` where the store cannot be used any more."""
+        if self.closed:
+            raise ClosedError(f"{self.closed}: {self.root}.")
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Count a call in flight, which `close` waits for."""
+        with self.lock:
+            self.check_open()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._users -= 1
+                if not self._users:
+                    self._idle.notify_all()
+
+    def drain(self, timeout: float) -> int:
+        """Wait under the lock for calls in flight; return how many are left after `timeout` seconds."""
+        self._idle.wait_for(lambda: self._users == 0, timeout)
+        return self._users
+
+    def refresh(self) -> None:
+        """Follow other writers, if it is time and nobody else is at it. Takes the lock itself."""
+        self.check_open()
+        if self.foreign.due() and self.lock.acquire(blocking=False):
+            try:
+                self.foreign.refresh()
+            except OSError as error:
+                _LOG.warning("%s: other writers' pages cannot be followed: %s", self.root, error)
+            finally:
+                self.lock.release()
+
+    def touch(self, slots: NDArray[np.int64]) -> None:
+        """Make pages of this process's partition recent: the first of the chain most."""
+        if self.writer is not None:
+            self.writer.lru.touch(slots)
+            self._touched.append(slots)
+
+    def publish_access(self, *, older_than_s: int) -> None:
+        """Write access times that are older on disk than that many seconds."""
+        if self.writer is None or not self._touched:
+            return
+        slots = np.unique(np.concatenate(self._touched))
+        self._touched.clear()
+        slots = slots[np.isin(slots // self.writer.facts.shape.slots, list(self.writer.slabs))]
+        self.writer.publish_access(slots, int(time.time()), older_than_s=older_than_s)
+
+    def count(self, verb: str, status: list[PageStatus]) -> None:
+        """Count verdicts by reason. Takes the lock itself."""
+        by_identity = {id(verdict): verdict for verdict in status}
+        tally = Counter(map(id, status))
+        with self.lock:
+            for identity, count in tally.items():
+                self.counts[verb, by_identity[identity].kind] += count
+
+    def forget(self, keys: list[bytes]) -> None:
+        """Take keys out of the index."""
+        for key in keys:
+            self.index.pop(key, None)
+
+    def shed(self) -> bool:
+        """Give up a slab of this process's partition, if one is idle."""
+        if self.writer is None:
+            return False
+        shed, moved, lost = self.writer.shed()
+        self.index.update({key: slot for slot, key in moved})
+        self.forget(lost)
+        return shed
+
+    def drop_slabs(self, partition: Partition, damage: dict[int, str]) -> None:
+        """Drop damaged slabs and the pages in them, saying so."""
+        if isinstance(partition, ReaderPartition):
+            self.foreign.lose_slabs(partition, damage)
+        elif isinstance(partition, WriterPartition):
+            for number, why in damage.items():
+                if number in partition.slabs:
+                    self.forget(partition.drop_slab(number, why))
+                    self.slabs_dropped += 1
+
+    def lose(self, partition: Partition, slots: list[int]) -> None:
+        """Drop pages that turned out damaged, so that the next put repairs them."""
+        if isinstance(partition, ReaderPartition):
+            self.foreign.lose(partition, np.array(slots, np.int64))
+        elif isinstance(partition, WriterPartition):
+            self.drop_slabs(partition, partition.damaged_slabs(slots))
+            self.forget(partition.free(slots))

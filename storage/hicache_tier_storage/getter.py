@@ -1,0 +1,261 @@
+"""Loading pages: find their slots, check their records, read, check again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .checksum import page_checksum
+from .engine import PageBatch
+from .partition import Partition, ReaderPartition
+from .record import (
+    CHECKSUM_NONE,
+    CHECKSUM_XXH3,
+    GENERATION_WORD,
+    SEQUENCE_WORD,
+    Words,
+    as_records,
+    checksum_seed,
+    committed,
+    key_field,
+)
+from .status import ABSENT, CHANGED, CHECKSUM, LOADED, PageStatus, failed
+from .writer import WriterPartition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from .core import StoreCore
+
+
+@dataclass(slots=True)
+class Request:
+    """Pages asked for, and the verdicts as they come in.
+
+    Attributes
+    ----------
+    keys : list of bytes
+    addresses : uint64 [n, F]
+    nbytes : uint64 [F]
+    status : list of PageStatus
+    """
+
+    keys: list[bytes]
+    addresses: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+    status: list[PageStatus]
+
+
+@dataclass(slots=True)
+class _Found:
+    """Pages of one partition: rows of the request, their slots, and their records before the read."""
+
+    partition: Partition
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    words: Words
+
+    def keep(self, good: NDArray[np.bool_]) -> _Found:
+        return _Found(self.partition, self.rows[good], self.slots[good], self.words[good])
+
+
+class Getter:
+    """The get side of an open store.
+
+    Parameters
+    ----------
+    core : StoreCore
+    verify_always : bool
+        Check the checksum of every page.
+    verify_foreign : bool
+        Check the checksum of every page of another writer (the root is on a network file system).
+    """
+
+    def __init__(self, core: StoreCore, *, verify_always: bool, verify_foreign: bool) -> None:
+        self._core = core
+        self._verify_always = verify_always
+        self._verify_foreign = verify_foreign
+
+    def get(
+        self, keys: list[bytes], addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]
+    ) -> list[PageStatus]:
+        """Read pages to memory; one verdict a page."""
+        request = Request(keys, addresses, nbytes, [ABSENT] * len(keys))
+        for partition, rows, slots in self._find(keys):
+            lost: list[int] = []
+            try:
+                self._read(partition, rows, slots, request, lost)
+            finally:
+                if isinstance(partition, WriterPartition):
+                    with self._core.lock:
+                        partition.release(slots)
+            if lost:
+                with self._core.lock:
+                    self._core.lose(partition, lost)
+        self._core.count("get", request.status)
+        return request.status
+
+    def _find(self, keys: list[bytes]) -> list[tuple[Partition, NDArray[np.int64], NDArray[np.int64]]]:
+        """Look pages up, by partition; those of this process's own are pinned until they are read."""
+        core = self._core
+        with core.lock:
+            own = list(map(core.index.get, keys))
+            theirs: dict[ReaderPartition, tuple[list[int], list[int]]] = {}
+            if None in own:
+                foreign = core.foreign.index
+                for row, slot in enumerate(own):
+                    place = foreign.get(keys[row]) if slot is None else None
+                    if place is not None:
+                        rows, slots = theirs.setdefault(place[0], ([], []))
+                        rows.append(row)
+                        slots.append(place[1])
+            found: list[tuple[Partition, NDArray[np.int64], NDArray[np.int64]]] = [
+                (partition, np.array(rows, np.int64), np.array(slots, np.int64))
+                for partition, (rows, slots) in theirs.items()
+            ]
+            mine = [row for row, slot in enumerate(own) if slot is not None]
+            if core.writer is not None and mine:
+                slots_of = np.array([slot for slot in own if slot is not None], np.int64)
+                np.add.at(core.writer.pins, slots_of, 1)
+                core.touch(slots_of)
+                found.append((core.writer, np.array(mine, np.int64), slots_of))
+        return found
+
+    def _read(
+        self,
+        partition: Partition,
+        rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        request: Request,
+        lost: list[int],
+    ) -> None:
+        """Read pages of one partition; slots whose pages turned out damaged are added to `lost`."""
+        usable = self._usable(partition, rows, slots, request)
+        order = np.argsort(slots[usable], kind="stable")
+        rows, slots = rows[usable][order], slots[usable][order]
+        found = self._check_records(
+            _Found(partition, rows, slots, partition.tables.gather(slots)), request, lost
+        )
+        if not len(found.slots):
+            return
+        suspect = self._suspects(found)
+        wrong: set[int] = set()
+        shape = partition.facts.shape
+        files, offsets = partition.locate(found.slots)
+        addresses = request.addresses[found.rows]
+        batch = PageBatch(files, offsets, addresses, request.nbytes, shape.page_nbytes, shape.stride)
+        if suspect.any():
+            batch.hook = _verifier(found, request, batch, suspect, wrong)
+        reasons = self._core.engine.read(batch)
+        self._judge(found, reasons, wrong, request, lost)
+        if isinstance(partition, WriterPartition) and suspect.any():
+            checked = [i for i in np.flatnonzero(suspect).tolist() if i not in wrong and not reasons[i]]
+            partition.suspect[found.slots[checked]] = False
+
+    def _usable(
+        self, partition: Partition, rows: NDArray[np.int64], slots: NDArray[np.int64], request: Request
+    ) -> NDArray[np.bool_]:
+        """Tell which slots lie in undamaged slabs; drop the others' slabs."""
+        damage = partition.tables.damaged(slots)
+        if not damage:
+            return np.ones(len(slots), np.bool_)
+        slabs = slots // partition.facts.shape.slots
+        for row, slab in zip(rows.tolist(), slabs.tolist(), strict=True):
+            if slab in damage:
+                request.status[row] = failed(f"damaged: {damage[slab]}")
+        with self._core.lock:
+            self._core.drop_slabs(partition, damage)
+        return ~np.isin(slabs, list(damage))
+
+    def _check_records(self, found: _Found, request: Request, lost: list[int]) -> _Found:
+        """Keep the pages whose records are stable, committed, whole, and of the key asked for."""
+        records = as_records(found.words)
+        wanted = [request.keys[row] for row in found.rows.tolist()]
+        good = committed(records, found.partition.facts.shape.page_nbytes)
+        good &= (records["key"] == key_field(wanted)).all(axis=1)
+        good &= records["key_nbytes"] == [len(key) for key in wanted]
+        if good.all():
+            return found
+        for row in found.rows[~good].tolist():
+            request.status[row] = CHANGED
+        if isinstance(found.partition, WriterPartition):
+            lost += found.slots[~good].tolist()  # nobody else may change our records
+        return found.keep(good)
+
+    def _suspects(self, found: _Found) -> NDArray[np.bool_]:
+        """Tell which pages are verified as they are read."""
+        if self._verify_always:
+            stored: NDArray[np.bool_] = as_records(found.words)["algorithm"] != CHECKSUM_NONE
+            return stored | self._doubted(found)
+        return self._doubted(found)
+
+    def _doubted(self, found: _Found) -> NDArray[np.bool_]:
+        partition = found.partition
+        if isinstance(partition, WriterPartition):
+            marked: NDArray[np.bool_] = partition.suspect[found.slots]
+            return marked
+        doubt = isinstance(partition, ReaderPartition) and (partition.suspect or self._verify_foreign)
+        return np.full(len(found.slots), doubt)
+
+    @staticmethod
+    def _judge(found: _Found, reasons: list[str], wrong: set[int], request: Request, lost: list[int]) -> None:
+        """Turn what was read into verdicts: I/O first, then a record that changed, then the checksum."""
+        partition, status = found.partition, request.status
+        same = _unchanged(found)
+        rows, slots = found.rows.tolist(), found.slots.tolist()
+        if not wrong and same.all() and not any(reasons):
+            for row in rows:
+                status[row] = LOADED
+            return
+        for i, (row, slot, unchanged) in enumerate(zip(rows, slots, same.tolist(), strict=True)):
+            if reasons[i]:
+                status[row] = failed(reasons[i])
+                if reasons[i].startswith("damaged"):
+                    lost.append(slot)
+            elif not unchanged:
+                status[row] = CHANGED
+            elif i in wrong:
+                status[row] = CHECKSUM
+                lost.append(slot)
+            else:
+                status[row] = LOADED
+        if lost and isinstance(partition, ReaderPartition):
+            partition.report(f"{len(lost)} damaged pages")
+
+
+def _unchanged(found: _Found) -> NDArray[np.bool_]:
+    """Tell which records are still those of before the read."""
+    tables = found.partition.tables
+    if tables.damaged(found.slots):
+        return np.zeros(len(found.slots), np.bool_)
+    same: NDArray[np.bool_] = found.words[:, GENERATION_WORD] == tables.generations(found.slots)
+    if not same.all():
+        # A record re-published for its access time alone keeps its commit sequence.
+        after = tables.gather(found.slots)
+        again = committed(as_records(after), found.partition.facts.shape.page_nbytes)
+        same |= again & (found.words[:, SEQUENCE_WORD] == after[:, SEQUENCE_WORD])
+    return same
+
+
+def _verifier(
+    found: _Found, request: Request, batch: PageBatch, suspect: NDArray[np.bool_], wrong: set[int]
+) -> Callable[[int, int], None]:
+    """Return a hook that notes, in `wrong`, pages whose checksum is not their record's."""
+    records = as_records(found.words)
+    addresses, lengths = batch.addresses.tolist(), batch.nbytes.tolist()
+    sums, kinds = records["checksum"].tolist(), records["algorithm"].tolist()
+    flags, rows = suspect.tolist(), found.rows.tolist()
+
+    def hook(first: int, last: int) -> None:
+        for i in range(first, last):
+            if flags[i]:
+                seed = checksum_seed(request.keys[rows[i]])
+                known = kinds[i] == CHECKSUM_XXH3
+                if not known or page_checksum(addresses[i], lengths, seed) != sums[i]:
+                    wrong.add(i)
+
+    return hook

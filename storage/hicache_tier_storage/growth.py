@@ -1,0 +1,96 @@
+"""How a writer's partition grows and shrinks, a slab at a time, within the root's cap."""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import TYPE_CHECKING
+
+from .metadata import replace_file
+from .partition import remove_slab
+from .slab import create_slab
+from .table import table_nbytes
+
+if TYPE_CHECKING:
+    from .capacity import RootBudget
+    from .writer import WriterPartition
+
+_RETRY_S = 1.0
+
+
+class Growth:
+    """Slabs of one partition, against the cap of its root."""
+
+    def __init__(self, partition: WriterPartition, budget: RootBudget) -> None:
+        self._partition = partition
+        self._budget = budget
+        self._not_before = 0.0
+
+    def grow(self) -> bool:
+        """Add a slab where the cap and the disk allow it; else say why in `partition.no_room`.
+
+        A refusal is not asked for again within a second; live writers above their fair share are asked to
+        give up a slab meanwhile.
+        """
+        partition, shape = self._partition, self._partition.facts.shape
+        full = (len(partition.slabs) + 1) * shape.slots > partition.capacity
+        if full or time.monotonic() < self._not_before:
+            return False
+        try:
+            with self._budget.lock():
+                nbytes = shape.file_nbytes + table_nbytes(shape.slots)
+                why = self._budget.room_for(nbytes, partition.paths)
+                if not why:
+                    self._add_slab()
+                    return True
+            if why == "capacity":
+                self._budget.ask_for_room()
+        except OSError as error:
+            full_disk = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            why = "disk_full" if full_disk else f"io_error: {error.strerror}"
+        partition.no_room = why
+        self._not_before = time.monotonic() + _RETRY_S
+        return False
+
+    def _add_slab(self) -> None:
+        partition, shape = self._partition, self._partition.facts.shape
+        number = next(n for n in range(len(partition.slabs) + 1) if n not in partition.slabs)
+        table = partition.paths.table(number)
+        slab = partition.paths.slab(number, partition.facts.page_axes)
+        replace_file(table, bytes(table_nbytes(shape.slots)))
+        try:
+            create_slab(slab, shape)
+            partition.map_slab(number)
+        except BaseException:
+            remove_slab(slab, table)
+            raise
+        partition.add_slab(number)
+
+    def shed(self) -> tuple[bool, list[tuple[int, bytes]], list[bytes]]:
+        """Give up the last slab that no I/O is in flight in, keeping the most recent pages.
+
+        Returns
+        -------
+        (shed, moved, lost)
+            Whether a slab was given up; pages that lie in another slot now (slot, key); keys evicted.
+        """
+        partition = self._partition
+        size = partition.facts.shape.slots
+        idle = [n for n in partition.slabs if not partition.pins[n * size : (n + 1) * size].any()]
+        if len(partition.slabs) <= 1 or not idle:
+            return False, [], []
+        number = max(idle)
+        mine = range(number * size, (number + 1) * size)
+        busy = int((partition.pins > 0).sum())
+        surplus = len(partition.keys) + busy - (len(partition.slabs) - 1) * size
+        lost: list[bytes] = []
+        if surplus > 0:
+            victims, lost = partition.evict(surplus)
+            partition.give_back(victims)
+        moved: list[tuple[int, bytes]] = []
+        for slot in [slot for slot in mine if slot in partition.keys]:
+            key = partition.keys[slot]
+            target = partition.take_free(outside=number)
+            if target is not None and partition.move(slot, target):
+                moved.append((target, key))
+        return True, moved, lost + partition.drop_slab(number, "")

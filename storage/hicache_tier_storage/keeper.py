@@ -1,0 +1,53 @@
+"""Housekeeping of an open store, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .capacity import RootBudget
+    from .core import StoreCore
+    from .writer import WriterPartition
+
+_LOG = logging.getLogger(__name__)
+_TICK_S = 0.5
+_ACCESS_PUBLISH_S = 60
+
+
+class Keeper:
+    """Writes access times, at most once a minute a page, and gives up slabs that other writers ask for."""
+
+    def __init__(self, core: StoreCore, writer: WriterPartition, budget: RootBudget) -> None:
+        self._core, self._writer, self._budget = core, writer, budget
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hct-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """End the thread, waiting up to `timeout` seconds."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def shrink(self) -> None:
+        """Give up slabs until the root is within a cap that was lowered. The lock must be held."""
+        while self._budget.over() and self._core.shed():
+            pass
+
+    def _run(self) -> None:
+        while not self._stop.wait(_TICK_S):
+            try:
+                asked = self._budget.excess(self._writer.paths)
+                with self._core.lock:
+                    if self._core.closed:
+                        return
+                    self._core.publish_access(older_than_s=_ACCESS_PUBLISH_S)
+                    if asked:
+                        self._core.shed()
+            except Exception:  # noqa: BLE001 - whatever it is, the store goes on serving
+                _LOG.exception("%s: housekeeping failed; it goes on", self._core.root)
