@@ -16,7 +16,8 @@ from .allocator import PageAllocator, page_array
 from .errors import ClosedError, InvalidArgumentError
 from .geometry import KVGeometry, positive
 from .layout import Layout
-from .memory import CHUNK_NBYTES, PAGE_NBYTES, HostMemory, check_budget, human
+from .memory import HostMemory, check_budget
+from .pinning import CHUNK_NBYTES, PAGE_NBYTES, chunks_of, human
 from .sharding import layer_numbers
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from .memory import MemoryLimit, Pinning, Registrar
+    from .memory import MemoryLimit, Pinning
+    from .pinning import Chunk, Registrar
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,8 @@ class HostPool:
     registrar : Registrar, optional
         Who pins memory; CUDA where left out.
     chunk_nbytes : int
-        Bytes pinned in one call.
+        Most bytes pinned in one call. Seams lie between fragments of pages: CUDA refuses a copy that
+        crosses one, so copies of whole pages and fragments never do; merged ones must be cut there.
 
     Attributes
     ----------
@@ -70,6 +73,8 @@ class HostPool:
         Bytes mapped, a little more than `num_pages * page_nbytes` where regions are padded.
     pinned : bool
         Whether the memory is registered.
+    chunks : tuple[tuple[int, int], ...]
+        Offsets from `address` and lengths that are registered one by one where pinned.
 
     Raises
     ------
@@ -109,14 +114,22 @@ class HostPool:
         self.page_nbytes = geometry.page_nbytes
         self._region_offsets, total = _regions(geometry, self.num_pages)
         check_budget(total, limits)
-        self._memory = HostMemory(total, pinned, registrar, positive("chunk_nbytes", chunk_nbytes))
+        fragments = self.layout.fragments(geometry, self.num_pages)
+        units = {fragment.component: fragment.nbytes for fragment in fragments}
+        ends = (*self._region_offsets[1:], total)
+        most = positive("chunk_nbytes", chunk_nbytes)
+        self.chunks: tuple[Chunk, ...] = tuple(
+            chunk
+            for index, (start, end) in enumerate(zip(self._region_offsets, ends, strict=True))
+            for chunk in chunks_of(start, end - start, units[index], most)
+        )
+        self._memory = HostMemory(total, pinned, registrar, self.chunks)
         self.nbytes = self._memory.nbytes
         self.pinned = self._memory.pinned
         self._allocator = PageAllocator(self.num_pages)
         self._users = 0
         self._closed = False
         self._idle = threading.Condition()
-        fragments = self.layout.fragments(geometry, self.num_pages)
         base = self._memory.address
         first = [base + self._region_offsets[f.component] + f.offset for f in fragments]
         self._first_addresses = np.array(first, dtype=np.int64)

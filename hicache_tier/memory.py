@@ -1,38 +1,38 @@
-"""Host memory: how much there is, page-aligned mappings, and their registration with CUDA."""
+"""Host memory: how much there is, and page-aligned mappings of it."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import warnings
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-import humanfriendly
 import torch
 
 from .errors import EngineUnavailableError, InvalidArgumentError, MemoryBudgetError
+from .pinning import (
+    CHUNK_NBYTES,
+    PAGE_NBYTES,
+    CudaRegistrar,
+    chunks_of,
+    human,
+    register_chunks,
+    unregister_chunks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from .pinning import Chunk, Registrar
+
 log = logging.getLogger(__name__)
 
-PAGE_NBYTES = 4096
-CHUNK_NBYTES = 1 << 30
-"""Bytes registered with CUDA in one call; one call over hundreds of GiB holds the driver for seconds."""
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
-_HOST_REGISTER_PORTABLE = 1
 
 Pinning = bool | Literal["auto"]
-
-
-def human(nbytes: int) -> str:
-    """Return a byte count for people, in binary units."""
-    return str(humanfriendly.format_size(nbytes, binary=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,89 +125,6 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-class Registrar(Protocol):
-    """Page-locks memory for a device."""
-
-    def unavailable(self) -> str | None:
-        """Return why nothing can be registered here, or None."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Register a range; raises `RuntimeError` with the driver's words."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`; raises `RuntimeError`."""
-
-    def clear_error(self) -> None:
-        """Clear the driver's sticky error, so that the next unrelated call does not report it."""
-
-
-def _runtime() -> Any:  # noqa: ANN401 - a module of torch without types
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-class CudaRegistrar:
-    """`cudaHostRegister` through torch."""
-
-    def unavailable(self) -> str | None:
-        """Return why nothing can be registered here, or None."""
-        return None if torch.cuda.is_available() else "no CUDA device"
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Register a range, portable to all contexts."""
-        self._check(_runtime().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE))
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-        self._check(_runtime().cudaHostUnregister(address))
-
-    def clear_error(self) -> None:
-        """Call `cudaGetLastError`, which torch does not expose, in the runtime that torch loaded."""
-        runtime = next(
-            (line.split()[-1] for line in _lines(Path("/proc/self/maps")) if "libcudart" in line), None
-        )
-        if runtime is not None:
-            ctypes.CDLL(runtime).cudaGetLastError()
-
-    @staticmethod
-    def _check(code: Any) -> None:  # noqa: ANN401 - an enum of torch without types
-        value = int(code)
-        if value:
-            raise RuntimeError(f"CUDA error {value}: {_runtime().cudaGetErrorString(code)}")
-
-
-def register_chunks(registrar: Registrar, address: int, nbytes: int, chunk_nbytes: int) -> tuple[int, ...]:
-    """Register a range in chunks and return their addresses; undone and cleared where one fails.
-
-    Raises
-    ------
-    RuntimeError
-        Says which chunk failed and why. No chunk is registered then.
-    """
-    done: list[int] = []
-    starts = range(0, nbytes, chunk_nbytes)
-    for number, start in enumerate(starts):
-        try:
-            registrar.register(address + start, min(chunk_nbytes, nbytes - start))
-        except RuntimeError as error:
-            registrar.clear_error()
-            unregister_chunks(registrar, tuple(done))
-            raise RuntimeError(
-                f"registering chunk {number + 1} of {len(starts)} of {human(chunk_nbytes)} failed: {error}"
-            ) from error
-        done.append(address + start)
-    return tuple(done)
-
-
-def unregister_chunks(registrar: Registrar, addresses: tuple[int, ...]) -> None:
-    """Unregister all chunks; one that fails is logged, cleared, and does not keep the others."""
-    for address in reversed(addresses):
-        try:
-            registrar.unregister(address)
-        except RuntimeError as error:
-            registrar.clear_error()
-            log.warning("unregistering host memory at %#x failed: %s", address, error)
-
-
 class HostMemory:
     """Anonymous private memory, page-aligned, zero-filled, registered with CUDA where asked.
 
@@ -221,8 +138,16 @@ class HostMemory:
     pinned : bool or "auto"
         `True` raises where it cannot be registered, `"auto"` warns and goes on with plain memory.
     registrar : Registrar, optional
-    chunk_nbytes : int
-        Bytes to register in one call.
+    chunks : sequence of (int, int), optional
+        Offsets and lengths to register one by one; together all of the memory. No copy to or from a device
+        may cross from one into the next.
+
+    Attributes
+    ----------
+    bytes : torch.Tensor
+        All of it, uint8.
+    address, nbytes : int
+    pinned : bool
     """
 
     def __init__(
@@ -230,7 +155,7 @@ class HostMemory:
         nbytes: int,
         pinned: Pinning,
         registrar: Registrar | None = None,
-        chunk_nbytes: int = CHUNK_NBYTES,
+        chunks: Sequence[Chunk] | None = None,
     ) -> None:
         if not isinstance(pinned, bool) and pinned != "auto":
             raise InvalidArgumentError(f"pinned {pinned!r} is not known. Allowed: 'auto', True, False.")
@@ -251,11 +176,14 @@ class HostMemory:
         if why_not is not None:
             log.info("host memory is plain, not pinned: %s", why_not)
         elif pinned:
-            self._pin(mapping, registrar, chunk_nbytes, required=pinned is True)
+            parts = chunks_of(0, self.nbytes, PAGE_NBYTES, CHUNK_NBYTES) if chunks is None else chunks
+            self._pin(mapping, registrar, parts, required=pinned is True)
 
-    def _pin(self, mapping: mmap.mmap, registrar: Registrar, chunk_nbytes: int, *, required: bool) -> None:
+    def _pin(
+        self, mapping: mmap.mmap, registrar: Registrar, chunks: Sequence[Chunk], *, required: bool
+    ) -> None:
         try:
-            chunks = register_chunks(registrar, self.address, self.nbytes, chunk_nbytes)
+            registered = register_chunks(registrar, self.address, chunks)
         except RuntimeError as error:
             if required:
                 raise EngineUnavailableError(f"pinned=True cannot be had: {error}.") from error
@@ -263,7 +191,7 @@ class HostMemory:
             return
         # After a fork the first writer gets new physical pages; the device would go on with the old ones.
         mapping.madvise(mmap.MADV_DONTFORK)
-        self._unpin = weakref.finalize(self, unregister_chunks, registrar, chunks)
+        self._unpin = weakref.finalize(self, unregister_chunks, registrar, registered)
         self.pinned = True
 
     def release(self) -> bool:

@@ -96,6 +96,18 @@ def test_segment_table(kind, layout):
         assert pool.segment_table([])[0].shape == (0, len(nbytes))
 
 
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_no_fragment_crosses_a_seam_of_pinned_chunks(kind, layout):
+    with HostPool(GEOMETRIES[kind], layout, 5000, pinned=False, chunk_nbytes=100 << 10) as pool:
+        assert len(pool.chunks) > 2
+        assert sum(size for _, size in pool.chunks) == pool.nbytes
+        starts = np.array([at for at, _ in pool.chunks]) + pool.address
+        addresses, nbytes = pool.segment_table(range(5000))
+        first = np.searchsorted(starts, addresses, side="right")
+        last = np.searchsorted(starts, addresses + nbytes - 1, side="right")
+        assert (first == last).all()
+
+
 def test_zero_copy():
     with HostPool(GEOMETRIES["mla"], "layer_first", 4, pinned=False) as pool:
         pool.page_views(2)["latent"].view(torch.uint8)[1, 3] = 9

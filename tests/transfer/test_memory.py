@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 import torch
 
 from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError, MemoryBudgetError
 from hicache_tier.memory import HostMemory, MemoryLimit, check_budget, memory_limits
+from hicache_tier.pinning import chunks_of
 
 GIB = 1 << 30
+FIVE = chunks_of(0, 5 * 4096, 1, 4096)
 
 
 def write(root, files):
@@ -136,7 +139,7 @@ class Registrar:
 @pytest.mark.parametrize("pinned", [True, "auto"])
 def test_registered_in_bounded_chunks(pinned):
     registrar = Registrar()
-    memory = HostMemory(5 * 4096 - 100, pinned, registrar, chunk_nbytes=2 * 4096)
+    memory = HostMemory(5 * 4096 - 100, pinned, registrar, chunks_of(0, 5 * 4096, 1, 2 * 4096))
     assert memory.pinned
     assert [nbytes for _, nbytes in registrar.log] == [8192, 8192, 4096]
     assert [address - memory.address for address, _ in registrar.log] == [0, 8192, 16384]
@@ -156,9 +159,9 @@ def test_unregistered_when_dropped():
 def test_failure_at_chunk_3_of_5_is_rolled_back():
     registrar = Registrar(fail_at=3)
     with pytest.raises(
-        EngineUnavailableError, match=r"chunk 3 of 5 of 4 KiB failed: CUDA error 2: out of memory"
+        EngineUnavailableError, match=r"chunk 3 of 5 \(4 KiB\) failed: CUDA error 2: out of memory"
     ):
-        HostMemory(5 * 4096, pinned=True, registrar=registrar, chunk_nbytes=4096)
+        HostMemory(5 * 4096, True, registrar, FIVE)
     assert len(registrar.log) == 3
     assert registrar.registered == {}
     assert registrar.cleared == 1
@@ -167,7 +170,7 @@ def test_failure_at_chunk_3_of_5_is_rolled_back():
 def test_auto_falls_back_loudly():
     registrar = Registrar(fail_at=3)
     with pytest.warns(RuntimeWarning, match="plain memory|plain, not pinned.*chunk 3 of 5"):
-        memory = HostMemory(5 * 4096, pinned="auto", registrar=registrar, chunk_nbytes=4096)
+        memory = HostMemory(5 * 4096, "auto", registrar, FIVE)
     assert not memory.pinned
     assert registrar.registered == {}
     memory.bytes.fill_(1)
@@ -176,7 +179,7 @@ def test_auto_falls_back_loudly():
 
 def test_an_unregister_that_fails_does_not_keep_the_others(caplog):
     registrar = Registrar()
-    memory = HostMemory(3 * 4096, pinned=True, registrar=registrar, chunk_nbytes=4096)
+    memory = HostMemory(3 * 4096, True, registrar, FIVE[:3])
     registrar.registered.pop(memory.address + 4096)
 
     def unregister(address):
@@ -228,3 +231,16 @@ def test_views_keep_the_mapping():
     assert torch.equal(view, torch.full((10,), 7, dtype=torch.uint8))
     del view
     assert memory.release()
+
+
+@pytest.mark.parametrize("unit", [1, 528, 4096, 6144, 8052, 1 << 20])
+@pytest.mark.parametrize("most", [1, 4096, 1 << 20])
+def test_seams_lie_between_units(unit, most):
+    start, nbytes = 3 * 4096, 4096 * 5000
+    chunks = chunks_of(start, nbytes, unit, most)
+    assert [at for at, _ in chunks] == [start, *(at + size for at, size in chunks[:-1])]
+    assert sum(size for _, size in chunks) == nbytes
+    for at, size in chunks:
+        assert at % 4096 == size % 4096 == 0
+        assert (at - start) % unit == 0
+        assert size <= max(most, math.lcm(unit, 4096))
