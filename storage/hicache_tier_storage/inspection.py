@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["inspect_root", "verify_root"]
 
 _COLUMNS = ("key", "parent", "created_ns", "access_s", "epoch", "flags", "sequence")
-_AGES = (
-    "oldest_created",
-    "newest_created",
-    "oldest_accessed",
-    "newest_accessed",
-    "oldest_age_seconds",
-    "newest_age_seconds",
-)
+_AGES = ("oldest_created", "newest_created", "oldest_accessed", "newest_accessed")
 
 
 def inspect_root(root: str | os.PathLike[str]) -> dict[str, Any]:
@@ -55,8 +47,8 @@ def inspect_root(root: str | os.PathLike[str]) -> dict[str, Any]:
         the root, of entries that the store did not make. A partition is `{rank, writer, pool, pages, bytes,
         capacity_bytes, page_nbytes, axes, logical_dtype, slabs, slots_per_slab, allocated_bytes,
         writer_live, clean, epoch, oldest_created, newest_created, oldest_accessed, newest_accessed (Unix
-        seconds, None where there is no page), oldest_age_seconds, newest_age_seconds (since creation),
-        pinned, suspect_pages, unfinished, chains: {roots, leaves, longest, orphans}, damage}`. `bytes` is
+        seconds, None where there is no page), pinned, suspect_pages, unfinished,
+        chains: {roots, leaves, longest, orphans}, damage}`. `bytes` is
         `pages * page_nbytes`. `writer_live`, `clean` and `epoch` are None where they cannot be told. Chains
         are followed across all writers of a rank; an orphan is a page that no prefix leads to.
 
@@ -205,15 +197,11 @@ def _suspects(pages: NDArray[np.void], state: StateBlock | None, live: bool | No
 def _ages(pages: NDArray[np.void]) -> dict[str, float | int | None]:
     if not len(pages):
         return dict.fromkeys(_AGES)
-    oldest, newest = (int(value) / 1e9 for value in (pages["created_ns"].min(), pages["created_ns"].max()))
-    now = time.time()
     return {
-        "oldest_created": oldest,
-        "newest_created": newest,
+        "oldest_created": int(pages["created_ns"].min()) / 1e9,
+        "newest_created": int(pages["created_ns"].max()) / 1e9,
         "oldest_accessed": int(pages["access_s"].min()),
         "newest_accessed": int(pages["access_s"].max()),
-        "oldest_age_seconds": max(0.0, now - oldest),
-        "newest_age_seconds": max(0.0, now - newest),
     }
 
 

@@ -119,9 +119,7 @@ def _note_foreign(found: Survey, pool: Path) -> None:
         _walk(found, folder, _FILES[folder.name], None)
 
 
-def _walk(
-    found: Survey, folder: Path, files: re.Pattern[str], folders: re.Pattern[str] | None
-) -> list[Path]:
+def _walk(found: Survey, folder: Path, files: re.Pattern[str], folders: re.Pattern[str] | None) -> list[Path]:
     """Return the subfolders of one folder that carry a name of the format; note what is foreign."""
     known: list[Path] = []
     try:
