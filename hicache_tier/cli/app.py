@@ -7,7 +7,6 @@ its traceback.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from importlib import import_module
@@ -58,6 +57,13 @@ class App(click.Group):
         command = import_module(home).command
         return command if isinstance(command, click.Command) else None
 
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
+        """Run a verb; where nobody reads its output any more, end before click takes that for a failure."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            _end_without_reader()
+
     def main(
         self,
         args: Sequence[str] | None = None,
@@ -87,8 +93,6 @@ class App(click.Group):
         except HiCacheTierError as error:
             _fail(str(error))
         except OSError as error:
-            if error.errno == errno.EPIPE:
-                _end_without_reader()
             _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
         sys.exit(code if isinstance(code, int) else 0)
 

@@ -63,7 +63,7 @@ def command(  # noqa: PLR0917 - click passes by name
     """Run a language model with and without the tier and compare what it writes.
 
     One process reads a prompt without any cache and puts its KV pages into a store; a new process loads them,
-    reads what is left and writes on. Exit code 1 where the tokens differ.
+    reads what is left and writes on. Exit code 1 where the tokens, or the bytes of the KV cache, differ.
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
@@ -86,7 +86,7 @@ def command(  # noqa: PLR0917 - click passes by name
         print_json(report.as_dict())
     else:
         _show(report)
-    if not report.tokens_equal:
+    if not report.good:
         ctx.exit(FINDING)
 
 
@@ -189,10 +189,13 @@ def _verdict(report: DemoReport) -> Text:
             text.append(f"{name}: {run['tokens']}\n")
         text.append(f"logits differ by {logits['max_difference']:.3g} at most")
         return text
+    if not report.good:
+        return Text.assemble("tokens equal, but ", ("the bytes of the KV cache DIFFER", "bold red"))
     saved = report.cold_seconds / report.warm_seconds
     text = Text.assemble(
         ("tokens equal", "bold green"),
-        f", argmax of the logits equal at every step; {saved:.1f} times faster to the first token\n",
+        ", KV bytes equal, argmax of the logits equal at every step; "
+        f"{saved:.1f} times faster to the first token\n",
         ("written  ", "dim"),
         report.cold["text"].strip(),
     )

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import click
 
 from .output import age, json_option, print_json, show, size, table
 
-_COUNTS = ("rank", "writer", "pool", ">pages", ">bytes", ">capacity", ">full")
-_AGES = ("newest", "oldest", ">prefixes")
+_COUNTS = ("rank", "writer", "pool", "state", ">pages", ">bytes", ">capacity", ">full")
+_CHAINS = ("created", "used", ">prefixes", ">longest", ">orphans")
+_FIRST = ("model", "revision", "adapter")
+_APART = ("geometry", "parallel", "format", "version")
 
 
 @click.command("inspect", short_help="Show what a store holds.")
 @click.argument("root", type=click.Path(exists=True, file_okay=False))
 @json_option
 def command(root: str, as_json: bool) -> None:
-    """Show the namespaces and partitions of the store at ROOT; works while others write to it."""
+    """Show the namespaces and partitions of the store at ROOT; works while others write to it.
+
+    A prefix is a chain of pages from the beginning of a text. An orphan is a page whose predecessor is gone,
+    so that no prefix leads to it.
+    """
     from hicache_tier_storage.inspection import inspect_root
 
     found = inspect_root(root)
@@ -25,47 +32,82 @@ def command(root: str, as_json: bool) -> None:
         return
     for namespace in found["namespaces"]:
         _show_namespace(namespace)
-    pages = sum(p["pages"] for n in found["namespaces"] for p in n["partitions"])
-    nbytes = sum(p["bytes"] for n in found["namespaces"] for p in n["partitions"])
-    show(f"{len(found['namespaces'])} namespaces, {pages} pages, {size(nbytes)} in {root}")
+    partitions = [p for n in found["namespaces"] for p in n["partitions"]]
+    pages, nbytes = sum(p["pages"] for p in partitions), sum(p["bytes"] for p in partitions)
+    count = len(found["namespaces"])
+    show(f"{count} namespace{'s' * (count != 1)}, {pages} pages, {size(nbytes)} in {root}")
+    for path in found.get("foreign", []):
+        show(f"not the store's: {path}")
 
 
 def _show_namespace(namespace: dict[str, Any]) -> None:
     from rich.text import Text
 
-    show(Text.assemble(("namespace ", "dim"), (namespace["namespace"], "bold")))
-    for name, value in _flat(namespace["identity"]):
-        show(Text.assemble((f"  {name:<16}", "dim"), str(value)))
-    show(table(None, _COUNTS + _AGES, (_row(partition) for partition in namespace["partitions"])))
+    show(Text.assemble(("namespace       ", "dim"), (namespace["namespace"], "bold")))
+    for name, value in _lines(namespace["identity"]):
+        show(Text.assemble((f"{name:<16}", "dim"), value))
+    columns = (*_COUNTS, *_CHAINS)
+    show(table(None, columns, (_row(partition) for partition in namespace["partitions"])))
+    damage = [*namespace.get("damage", [])]
+    for partition in namespace["partitions"]:
+        place = f"{partition['rank']}-w{partition['writer']}/{partition['pool']}"
+        damage += [f"{place}: {what}" for what in partition.get("damage", [])]
+    for line in damage:
+        show(Text.assemble(("damage  ", "red"), line))
 
 
-def _flat(identity: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the identity as lines for people: what is unset is left out, one level of nesting is joined."""
-    lines = []
-    for name, value in identity.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{k}={v}" for k, v in value.items() if v is not None)  # noqa: PLW2901
-        if value not in (None, "", [], {}):
-            lines.append((name, value))
+def _lines(identity: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the identity as lines for people; what is unset is left out."""
+    names = [*_FIRST, *(name for name in identity if name not in _FIRST + _APART)]
+    unset: tuple[object, ...] = (None, "", [], {})
+    lines = [(n.replace("_", " "), str(identity[n])) for n in names if identity.get(n) not in unset]
+    if identity.get("parallel"):
+        lines.append(("parallel", ", ".join(f"{k} {v}" for k, v in identity["parallel"].items())))
+    if identity.get("geometry"):
+        lines.append(("page", _geometry(identity["geometry"])))
     return lines
+
+
+def _geometry(geometry: dict[str, Any]) -> str:
+    parts = ", ".join(f"{c['name']} {c['heads']} x {c['width']}" for c in geometry["components"])
+    return (
+        f"{geometry['kind']}, {geometry['page_tokens']} tokens, {geometry['num_layers']} layers, "
+        f"{parts}, {geometry['dtype']}"
+    )
 
 
 def _row(partition: dict[str, Any]) -> tuple[object, ...]:
     capacity = partition["capacity_bytes"]
     full = f"{100 * partition['bytes'] / capacity:.0f} %" if capacity else "-"
+    chains = partition.get("chains") or {}
     return (
         partition["rank"],
-        partition["writer"],
+        f"w{partition['writer']}",
         partition["pool"],
+        _state(partition),
         partition["pages"],
         size(partition["bytes"]),
         size(capacity),
         full,
-        _age(partition.get("newest_age_seconds")),
-        _age(partition.get("oldest_age_seconds")),
-        partition["chains"]["roots"],
+        _ago(partition.get("oldest_created"), partition.get("newest_created")),
+        _ago(partition.get("newest_accessed"), None),
+        chains.get("leaves", "-"),
+        f"{chains['longest']} pages" if chains.get("longest") else "-",
+        chains.get("orphans", "-"),
     )
 
 
-def _age(seconds: float | None) -> str:
-    return "-" if seconds is None else age(seconds)
+def _state(partition: dict[str, Any]) -> str:
+    if partition.get("writer_live"):
+        return "in use"
+    return {True: "closed", False: "ended unclosed"}.get(partition.get("clean"), "-")  # type: ignore[arg-type]
+
+
+def _ago(first: float | None, last: float | None) -> str:
+    """Return how long ago, in words; both ends where they differ."""
+    if first is None:
+        return "-"
+    now = time.time()
+    words = age(now - first)
+    until = words if last is None else age(now - last)
+    return f"{words} ago" if until == words else f"{words} to {until} ago"

@@ -9,6 +9,13 @@ import click
 from .app import FINDING
 from .output import json_option, print_json, progress, show, table
 
+_REMARKS = {
+    "prefix_loss": "sound pages that no prefix leads to any more, because of the damaged ones",
+    "unverifiable": "pages stored without a checksum, not verified",
+    "unfinished": "slots in the middle of a write, which no reader takes for pages",
+    "changed": "pages that changed while they were looked at",
+}
+
 
 @click.command("verify", short_help="Check every record and checksum of a store.")
 @click.argument("root", type=click.Path(exists=True, file_okay=False))
@@ -36,9 +43,14 @@ def _show(root: str, found: dict[str, Any]) -> None:
 
     details = found.get("details", [])
     if details:
-        show(table("Damage", ("where", "what"), ((d.get("where", ""), d.get("what", "")) for d in details)))
+        show(table("Damage", ("where", "what"), ((d["where"], d["what"]) for d in details)))
     text = f"{found['pages']} pages of {root} checked: "
     if found["damaged"]:
-        show(Text.assemble(text, (f"{found['damaged']} damaged", "bold red")))
+        show(
+            Text.assemble(text, (f"{found['damaged']} damaged", "bold red"), "; they will be computed again")
+        )
     else:
         show(Text.assemble(text, ("all good", "bold green")))
+    for name, remark in _REMARKS.items():
+        if found.get(name):
+            show(f"{found[name]} {remark}")

@@ -6,6 +6,7 @@ as an engine does: `[tokens, heads, dim]` in pages at places of the engine's cho
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,21 @@ def fill_cache(pool: DevicePool, pages: torch.Tensor, cache: DynamicCache) -> No
     for index, (keys, values) in enumerate(pool.layers):
         k, v = (_tokens(_paged(tensor, pool), pages) for tensor in (keys, values))
         cache.update(k, v, index)
+
+
+def fingerprint(cache: DynamicCache, tokens: int) -> str:
+    """Return a digest of the bytes of K and V of the first `tokens` tokens, layer by layer, in their order.
+
+    Attention hardly minds the order of what it looks back at, so equal logits alone would not tell that two
+    pages had changed places; this does.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            digest.update(tensor[:, :, :tokens].contiguous().cpu().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _tokens(paged: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

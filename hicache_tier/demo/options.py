@@ -7,8 +7,9 @@ from importlib.resources import files
 from typing import Any
 
 from hicache_tier.errors import InvalidArgumentError
-from hicache_tier.geometry import positive
+from hicache_tier.geometry import PoolKind, positive
 from hicache_tier.layout import Layout
+from hicache_tier.paths import OPS, select_path
 
 RANDOM = "random"
 POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -58,7 +59,8 @@ class DemoOptions:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        Layout.parse(self.layout)
+        for op in OPS:
+            select_path(PoolKind.MHA, self.layout, self.io_backend, sharded=False, op=op)
         positive("page_tokens", self.page_tokens)
         positive("max_new_tokens", self.max_new_tokens)
         if self.policy not in POLICIES:

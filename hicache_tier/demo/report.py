@@ -19,6 +19,8 @@ class DemoReport:
     tokens_equal : bool
         Whether all runs wrote the same tokens: the first process without a cache, the second one from the
         store, and the second one without a cache again.
+    kv_equal : bool
+        Whether the second process had, in the model's cache, the very bytes that the first one had computed.
     model, layout, policy : str
     remark : str
         What the user has to know about the model; may be empty.
@@ -29,6 +31,7 @@ class DemoReport:
     """
 
     tokens_equal: bool
+    kv_equal: bool
     model: str
     layout: str
     policy: str
@@ -52,6 +55,7 @@ class DemoReport:
         equal = written == warm["run"]["tokens"] == warm["again"]["tokens"]
         return cls(
             tokens_equal=equal,
+            kv_equal=cold["fingerprint"] == warm["fingerprint"],
             model=source.name,
             layout=options.layout,
             policy=options.policy,
@@ -61,6 +65,11 @@ class DemoReport:
             cold=cold,
             warm=warm,
         )
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing differs; pages that had to be computed again are no difference in themselves."""
+        return self.tokens_equal and (self.kv_equal or self.warm["pages_loaded"] == 0)
 
     @property
     def cold_seconds(self) -> float:
@@ -81,6 +90,7 @@ class DemoReport:
         """Return the JSON form."""
         return {
             "tokens_equal": self.tokens_equal,
+            "kv_equal": self.kv_equal,
             "cold_seconds": self.cold_seconds,
             "warm_seconds": self.warm_seconds,
             "cold_again_seconds": self.cold_again_seconds,

@@ -79,6 +79,11 @@ class Shelf:
             )
         return cls(job, geometry_of(warmed, size), len(prompt) // size, device)
 
+    def usable_tokens(self, prompt: list[int]) -> int:
+        """Tokens in whole pages, with one token of the prompt left over for the model."""
+        size = self.geometry.page_tokens
+        return (len(prompt) - 1) // size * size
+
     @property
     def description(self) -> dict[str, Any]:
         """What one page holds."""

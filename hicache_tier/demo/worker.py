@@ -65,7 +65,7 @@ class Worker:
 
     def cold(self, device: torch.device) -> dict[str, Any]:
         """Read the prompt without a cache, write on, and keep the prompt's pages."""
-        from .bridge import new_cache
+        from .bridge import fingerprint, new_cache
         from .generate import generate, warm_up
         from .stages import Shelf
 
@@ -90,6 +90,7 @@ class Worker:
             "prompt_tokens": len(prompt),
             "text": tokenizer.decode(run.tokens),
             "run": _plain(run),
+            "fingerprint": fingerprint(cache, shelf.usable_tokens(prompt)),
             **shelf.description,
             **shelf.watch.seconds,
             **kept,
@@ -98,7 +99,7 @@ class Worker:
 
     def warm(self, device: torch.device) -> dict[str, Any]:
         """Load the prompt's pages, read what is left, write on; then do it again without a cache."""
-        from .bridge import new_cache
+        from .bridge import fingerprint, new_cache
         from .generate import generate, warm_up
         from .stages import Shelf
 
@@ -114,12 +115,14 @@ class Worker:
         cache = new_cache(model)
         fetched = shelf.fetch(cache, prompt)
         run = generate(model, prompt, cache, self.steps, started=started)
+        kv = fingerprint(cache, shelf.usable_tokens(prompt))
         stats = shelf.close()
         self.say("stage", text=f"new process: reading all {len(prompt)} tokens again, to compare")
         again = generate(model, prompt, new_cache(model), self.steps, started=time.perf_counter())
         return {
             "run": _plain(run),
             "again": _plain(again),
+            "fingerprint": kv,
             "logits": self._compare(run, again),
             **shelf.watch.seconds,
             **fetched,

@@ -1,0 +1,101 @@
+"""Verbs over real stores and this machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hicache_tier.cli import output
+from hicache_tier.paths import path_rows
+
+
+def test_paths(invoke):
+    result = invoke("paths", "--json")
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)
+    assert rows == path_rows()
+    assert set(rows[0]) == {"pool", "layout", "io_backend", "sharded", "op", "ok", "engine", "reason"}
+    shown = invoke("paths").stdout
+    assert "page_first_direct" in shown
+    assert "only supports layer_first" in shown
+
+
+def test_probe(invoke, tmp_path):
+    result = invoke("probe", tmp_path, "--json")
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)
+    assert all(set(row) >= {"engine", "mode", "usable", "reason", "chosen"} for row in rows)
+    assert sum(row["chosen"] for row in rows) == 1
+    assert "posix" in invoke("probe", tmp_path).stdout
+    assert not list(tmp_path.iterdir()), "the probe leaves nothing behind"
+
+
+def test_probe_without_a_usable_engine_is_a_finding(invoke, tmp_path, monkeypatch):
+    from hicache_tier_storage import probe
+
+    row = {"engine": "posix", "mode": "direct", "usable": False, "reason": "for the test", "chosen": False}
+    monkeypatch.setattr(probe, "probe", lambda _: [row])
+    assert invoke("probe", tmp_path).exit_code == 1
+
+
+def test_inspect(invoke, store):
+    result = invoke("inspect", store, "--json")
+    assert result.exit_code == 0
+    (namespace,) = json.loads(result.stdout)["namespaces"]
+    assert namespace["identity"]["model"] == "org/model"
+    (partition,) = namespace["partitions"]
+    assert (partition["pages"], partition["pool"], partition["writer"]) == (12, "kv", 0)
+    shown = invoke("inspect", store).stdout
+    for text in ("org/model", "mha, 4 tokens, 2 layers, k 2 x 16, v 2 x 16, float32", "12 pages", "closed"):
+        assert text in shown
+
+
+def test_verify_good_and_damaged(invoke, store):
+    result = invoke("verify", store, "--json")
+    assert result.exit_code == 0, result.stdout
+    assert json.loads(result.stdout)["pages"] == 12
+    assert "all good" in invoke("verify", store).stdout
+    (slab,) = store.glob("*/*/kv/pages/c.0.*")
+    with slab.open("r+b") as file:
+        file.seek(100)
+        byte = file.read(1)[0]
+        file.seek(100)
+        file.write(bytes([byte ^ 1]))
+    result = invoke("verify", store, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["damaged"] == 1
+    shown = invoke("verify", store)
+    assert shown.exit_code == 1
+    assert "1 damaged" in shown.stdout
+    assert "checksum" in shown.stdout
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_what_is_not_a_store_is_one_line(invoke, tmp_path, verb):
+    (tmp_path / "letter.txt").write_text("dear")
+    result = invoke(verb, tmp_path)
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "not a store" in result.stderr
+    assert invoke(verb, tmp_path / "absent").exit_code == 2
+
+
+def test_sizes_and_ages():
+    assert output.size(3 << 20) == "3 MiB"
+    assert [output.age(s) for s in (0, 119, 120, 7300, 3 * 86400)] == ["0 s", "119 s", "2 min", "2 h", "3 d"]
+
+
+def test_progress_is_silent_without_a_terminal(capsys):
+    with output.progress("x", "pages") as report:
+        assert report is None
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with output.progress("verifying", "pages") as report:
+        report(1, 2)
+        report(2, 2)
+    assert capsys.readouterr().out == ""
