@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -92,7 +92,10 @@ class PosixEngine:
                 work = iter(move.open(runs, opened))
                 helpers = min(self._threads, len(runs)) - 1
                 futures = [self._pool.submit(move.work, work) for _ in range(helpers)]
-                move.work(work)
+                try:
+                    move.work(work)
+                finally:
+                    wait(futures)  # whatever happened, nobody touches the memory any more
                 for future in futures:
                     future.result()
         return verdicts

@@ -80,7 +80,7 @@ class RunPlan:
     def groups(self, threads: int, most_files: int) -> Iterator[list[Run]]:
         """Yield runs in groups that touch at most `most_files` files."""
         files = self._batch.files
-        if files[0] is files[-1]:
+        if files.count(files[0]) == len(files):
             yield list(self._runs(0, len(files), threads))
             return
         starts = [0, *(i for i in range(1, len(files)) if files[i] is not files[i - 1]), len(files)]

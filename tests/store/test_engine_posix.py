@@ -1,0 +1,167 @@
+"""The engine `posix` in every mode passes the suite that ships."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import threading
+
+import pytest
+
+from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
+from hicache_tier_storage import posix, vectors
+from hicache_tier_storage.posix import PosixEngine
+from hicache_tier_storage.probe import probe_engines
+
+
+class TestBufferedOneThread(ByteEngineSuite):
+    def make_engine(self, directory):
+        return PosixEngine(direct=False, threads=1)
+
+
+class TestBufferedFourThreads(ByteEngineSuite):
+    def make_engine(self, directory):
+        return PosixEngine(direct=False, threads=4)
+
+
+class TestDirectOneThread(ByteEngineSuite):
+    def make_engine(self, directory):
+        return direct(directory, 1)
+
+
+class TestDirectFourThreads(ByteEngineSuite):
+    def make_engine(self, directory):
+        return direct(directory, 4)
+
+
+def direct(directory, threads):
+    row = next(row for row in probe_engines(directory) if row.mode == "direct")
+    if not row.usable:
+        pytest.skip(f"O_DIRECT does not work here: {row.reason}")
+    return PosixEngine(direct=True, threads=threads)
+
+
+@pytest.fixture
+def engine():
+    engine = PosixEngine(direct=False, threads=2)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    bench = Bench(tmp_path, [4096])
+    yield bench
+    bench.close()
+
+
+def filled(pages):
+    memory = Memory([4096], pages, between=0)
+    memory.fill()
+    return memory
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_one_page_that_fails_alone_within_a_run(engine, bench, monkeypatch, verb):
+    """An I/O error at one offset fails that page, the others of its run go through."""
+    slab = bench.slab()
+    memory = filled(8)
+    batch = bench.batch(memory, [(slab, slot) for slot in range(8)])
+    assert not any(engine.write(batch))
+    real = posix.vector_io
+
+    def broken(fd, iov, offset, *, write):
+        return errno.EIO if offset == 3 * 4096 else real(fd, iov, offset, write=write)
+
+    monkeypatch.setattr(posix, "vector_io", broken)
+    monkeypatch.setattr(posix, "PWRITEV", lambda *_: -1)  # the call for all of them
+    monkeypatch.setattr(posix, "PREADV", lambda *_: -1)
+    reasons = getattr(engine, verb)(batch)
+    assert [at for at, reason in enumerate(reasons) if reason] == [3]
+    assert reasons[3].startswith("io_error")
+
+
+def test_short_transfers_are_finished(engine, bench, monkeypatch):
+    """The kernel may move less than it was asked for."""
+    slab = bench.slab()
+    memory = filled(4)
+    places = [(slab, slot) for slot in range(4)]
+
+    def stingy(call):
+        # One byte more than a third of a page at a time, whatever is asked for.
+        def move(fd, iov, count, offset):
+            first = (ctypes.c_uint64 * 2).from_address(iov)
+            part = (ctypes.c_uint64 * 2)(first[0], min(first[1], 1366))
+            return call(fd, ctypes.addressof(part), 1, offset)
+
+        return move
+
+    for module in (posix, vectors):
+        monkeypatch.setattr(module, "PWRITEV", stingy(vectors.PWRITEV))
+        monkeypatch.setattr(module, "PREADV", stingy(vectors.PREADV))
+    assert not any(engine.write(bench.batch(memory, places)))
+    assert [bench.on_disk(slab, slot) for slot in range(4)] == [memory.page(page) for page in range(4)]
+    target = Memory([4096], 4, between=0)
+    assert not any(engine.read(bench.batch(target, places)))
+    assert [target.page(page) for page in range(4)] == [memory.page(page) for page in range(4)]
+
+
+def test_interrupted_calls_go_on(engine, bench, monkeypatch):
+    slab = bench.slab()
+    memory = filled(1)
+    turns = iter(range(100))
+    real = vectors.PWRITEV
+
+    def interrupted(fd, iov, count, offset):
+        if next(turns) % 2 == 0:
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        return real(fd, iov, count, offset)
+
+    for module in (posix, vectors):
+        monkeypatch.setattr(module, "PWRITEV", interrupted)
+    assert engine.write(bench.batch(memory, [(slab, 0)])) == [""]
+    assert bench.on_disk(slab, 0) == memory.page(0)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (errno.ENOSPC, "disk_full"),
+        (errno.EDQUOT, "disk_full"),
+        (errno.EACCES, "access_denied"),
+        (errno.EROFS, "read_only"),
+        (errno.EIO, "io_error"),
+    ],
+)
+def test_errors_have_a_short_name(engine, bench, monkeypatch, error, reason):
+    slab = bench.slab()
+    monkeypatch.setattr(posix, "PWRITEV", lambda *_: -1)
+    monkeypatch.setattr(posix, "vector_io", lambda *_, **__: error)
+    (got,) = engine.write(bench.batch(filled(1), [(slab, 0)]))
+    assert got.partition(":")[0] == reason
+
+
+def test_no_page_is_moved_any_more_once_a_call_has_raised(bench):
+    """A hook must not raise; if it does, the memory is left alone once the call is over."""
+    engine = PosixEngine(direct=False, threads=4)
+    slab = bench.slab()
+    memory = filled(16)
+    batch = bench.batch(memory, [(slab, slot) for slot in range(0, 16, 2)] + [(slab, 15)] * 8)
+    running = threading.Semaphore(0)
+    live = set()
+
+    def hook(first, last):
+        live.add(threading.get_ident())
+        running.release()
+        if threading.current_thread() is threading.main_thread():
+            raise RuntimeError("a faulty hook")
+        threading.Event().wait(0.05)
+        live.discard(threading.get_ident())
+
+    batch.hook = hook
+    with pytest.raises(RuntimeError, match="faulty hook"):
+        for _ in range(50):  # until the main thread got a run of its own
+            engine.write(batch)
+    assert not live - {threading.get_ident()}
+    engine.close()
