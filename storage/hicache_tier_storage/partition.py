@@ -233,8 +233,8 @@ class ReaderPartition(Partition):
     Attributes
     ----------
     suspect : bool
-        Every page is verified on read: the partition was written under another boot of this host or by
-        another host, or lies on a network file system.
+        Every page is verified on read: a writer under another boot of this host, or on another host, did not
+        close the partition, or the state block does not tell.
     """
 
     def __init__(
@@ -245,7 +245,8 @@ class ReaderPartition(Partition):
             raise StoreError(f"{paths.root}: the partition holds another geometry.")
         super().__init__(paths, facts, cache, writable=False)
         self.held: dict[int, bytes] = {}  # slot -> key
-        self.suspect = self.read_state_boot() != boot
+        state = self.read_state()
+        self.suspect = state is None or (not state.clean and state.boot_id != boot)
         self._journal: Journal | None = None
         self._scanned: dict[int, NDArray[np.uint64]] = {}
 
@@ -263,11 +264,6 @@ class ReaderPartition(Partition):
             raise
         except (OSError, StoreError):
             return None
-
-    def read_state_boot(self) -> bytes | None:
-        """Return the boot under which the unverified pages were written."""
-        state = self.read_state()
-        return state.boot_id if state else None
 
     def changes(self) -> Iterator[Pages | NDArray[np.int64]]:
         """Yield what changed: `Pages` now held, and slot numbers that hold nothing any more."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _POOL = re.compile(r"[A-Za-z0-9_]{1,32}")
 _GROUP = re.compile(r"zarr\.json")
-_ROOT_FILE = re.compile(r"\.hct\.[a-z]+")
+_ROOT_FILE = re.compile(r"\.hct[.-].+")
 _FILES = {
     "pages": re.compile(r"zarr\.json|c\.\d+(\.0)+"),
     "slots": re.compile(r"zarr\.json|c\.\d+\.0"),
