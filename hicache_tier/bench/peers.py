@@ -100,7 +100,7 @@ class FileAPage:
         for path, page in zip(self._paths, self._pages, strict=True):
             flat = np.empty(sum(len(segment) for segment in page), np.uint8)
             with path.open("rb", buffering=0) as file:
-                if file.readinto(memoryview(flat)) != len(flat):
+                if file.readinto(flat.data) != len(flat):
                     raise OSError(f"{path} is short")
             at = 0
             for segment in page:

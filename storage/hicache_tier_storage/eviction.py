@@ -16,77 +16,94 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_SLOT_BITS = 32
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+
 
 class LeafLru:
     """Recency of the pages of one partition.
 
-    A touch stores a tick and nothing else; the heap holds one entry a page and is corrected as entries come
-    up, so that touching a batch costs one vectorised store.
+    A touch stores a tick and nothing else; the heap holds `tick << 32 | slot` once a page and is corrected as
+    entries come up, so that touching a batch costs one vectorised store.
     """
 
     def __init__(self, capacity: int) -> None:
         self.ticks: NDArray[np.int64] = np.zeros(capacity, np.int64)
+        self._held: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
+        self._heads: NDArray[np.uint64] = np.zeros(capacity, np.uint64)  # first 8 bytes of each page's key
+        self._parents: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
         self._clock = 1
-        self._heap: list[tuple[int, int]] = []
-        self._keys: dict[int, tuple[int, int]] = {}  # slot -> (own key's head, parent's)
+        self._count = 0
+        self._heap: list[int] = []
         self._children: dict[int, int] = {}  # key head -> children stored
         self._parked: dict[int, list[int]] = {}  # key head -> slots that wait for its children to go
 
+    def __len__(self) -> int:
+        return self._count
+
     def resize(self, capacity: int) -> None:
         """Grow to `capacity` slots."""
-        if capacity > len(self.ticks):
-            self.ticks = np.concatenate([self.ticks, np.zeros(capacity - len(self.ticks), np.int64)])
+        extra = capacity - len(self.ticks)
+        if extra > 0:
+            self.ticks = np.concatenate([self.ticks, np.zeros(extra, np.int64)])
+            self._held = np.concatenate([self._held, np.zeros(extra, np.bool_)])
+            self._heads = np.concatenate([self._heads, np.zeros(extra, np.uint64)])
+            self._parents = np.concatenate([self._parents, np.zeros(extra, np.uint64)])
 
     def touch(self, slots: NDArray[np.int64]) -> None:
         """Make a chain recent: the first page most, the last least."""
         self._clock += len(slots)
         self.ticks[slots] = self._clock - np.arange(len(slots))
 
-    def add(self, slots: NDArray[np.int64], heads: Sequence[int], parents: Sequence[int]) -> None:
-        """Enter stored pages: the first 8 bytes of their keys and of their parents' keys, 0 for none."""
+    def add(self, slots: NDArray[np.int64], heads: NDArray[np.uint64], parents: NDArray[np.uint64]) -> None:
+        """Enter stored pages of one chain: first 8 bytes of their keys and of their parents', 0 for none."""
         self.touch(slots)
-        ticks, numbers = self.ticks[slots].tolist(), slots.tolist()
-        self._keys.update(zip(numbers, zip(heads, parents, strict=True), strict=True))
-        children, heap, push = self._children, self._heap, heapq.heappush
-        for slot, parent, tick in zip(numbers, parents, ticks, strict=True):
-            if parent:
-                children[parent] = children.get(parent, 0) + 1
-            push(heap, (tick, slot))
+        self._enter(slots, heads, parents)
+        heap, push = self._heap, heapq.heappush
+        for entry in (self.ticks[slots] << _SLOT_BITS | slots).tolist():
+            push(heap, entry)
 
-    def restore(self, slots: Sequence[int], heads: Sequence[int], parents: Sequence[int]) -> None:
+    def restore(
+        self, slots: NDArray[np.int64], heads: NDArray[np.uint64], parents: NDArray[np.uint64]
+    ) -> None:
         """Enter the pages of an opened partition, least recent first."""
-        ticks = range(self._clock, self._clock + len(slots))
+        self.ticks[slots] = self._clock + np.arange(len(slots))
         self._clock += len(slots)
-        self.ticks[np.asarray(slots, np.int64)] = np.asarray(ticks, np.int64)
-        self._keys.update(zip(slots, zip(heads, parents, strict=True), strict=True))
-        for parent in parents:
-            if parent:
-                self._children[parent] = self._children.get(parent, 0) + 1
-        self._heap = list(zip(ticks, slots, strict=True))  # ascending ticks are a heap
+        self._enter(slots, heads, parents)
+        self._heap = (self.ticks[slots] << _SLOT_BITS | slots).tolist()  # ascending ticks are a heap
+
+    def _enter(
+        self, slots: NDArray[np.int64], heads: NDArray[np.uint64], parents: NDArray[np.uint64]
+    ) -> None:
+        self._held[slots] = True
+        self._heads[slots] = heads
+        self._parents[slots] = parents
+        self._count += len(slots)
+        children = self._children
+        for parent in parents[parents != 0].tolist():
+            children[parent] = children.get(parent, 0) + 1
 
     def move(self, slot: int, target: int) -> None:
         """Carry a page's place over to the slot that it was moved to."""
-        self._keys[target] = self._keys.pop(slot)
-        self.ticks[target] = self.ticks[slot]
-        heapq.heappush(self._heap, (int(self.ticks[target]), target))
+        for column in (self.ticks, self._heads, self._parents):
+            column[target] = column[slot]
+        self._held[slot], self._held[target] = False, True
+        heapq.heappush(self._heap, self._entry(target))
 
     def remove(self, slots: Iterable[int]) -> None:
         """Forget pages that are gone; their parents may become leaves."""
         for slot in slots:
-            entry = self._keys.pop(slot, None)
-            if entry is None:
+            if not self._held[slot]:
                 continue
-            parent = entry[1]
+            self._held[slot] = False
+            self._count -= 1
+            parent = int(self._parents[slot])
             left = self._children.get(parent, 0) - 1
             if left > 0:
                 self._children[parent] = left
             elif parent:
                 self._children.pop(parent, None)
                 self._unpark(parent)
-
-    def _unpark(self, head: int) -> None:
-        for slot in self._parked.pop(head, ()):
-            heapq.heappush(self._heap, (int(self.ticks[slot]), slot))
 
     def pop(self, count: int, spared: Callable[[int], bool]) -> list[int]:
         """Take up to `count` pages to evict, forgetting them.
@@ -96,7 +113,7 @@ class LeafLru:
         spared : callable
             Tells whether a slot's page must stay (pinned, or in flight).
         """
-        if len(self._heap) > 2 * len(self._keys) + 1024:
+        if len(self._heap) > 2 * self._count + 1024:
             self._compact()
         victims = self._pop(count, spared, heads=False)
         if len(victims) < count and self._parked:
@@ -106,33 +123,42 @@ class LeafLru:
             victims += self._pop(count - len(victims), spared, heads=True)
         return victims
 
-    def _compact(self) -> None:
-        parked = {slot for slots in self._parked.values() for slot in slots}
-        self._heap = [(int(self.ticks[slot]), slot) for slot in self._keys if slot not in parked]
-        heapq.heapify(self._heap)
-
     def _pop(self, count: int, spared: Callable[[int], bool], *, heads: bool) -> list[int]:
         victims: list[int] = []
-        kept: list[tuple[int, int]] = []
-        heap, keys, ticks = self._heap, self._keys, self.ticks
+        kept: list[int] = []
+        heap = self._heap
         while heap and len(victims) < count:
-            tick, slot = heapq.heappop(heap)
-            entry = keys.get(slot)
-            if entry is None:
+            entry = heapq.heappop(heap)
+            slot = entry & _SLOT_MASK
+            if not self._held[slot]:
                 continue  # gone since
-            current = int(ticks[slot])
-            if current != tick:
-                heapq.heappush(heap, (current, slot))
-            elif not heads and self._children.get(entry[0]):
-                self._parked.setdefault(entry[0], []).append(slot)
+            current = self._entry(slot)
+            if current != entry:
+                heapq.heappush(heap, current)  # touched since
+            elif not heads and self._children and self._children.get(int(self._heads[slot])):
+                self._parked.setdefault(int(self._heads[slot]), []).append(slot)
             elif spared(slot):
-                kept.append((tick, slot))
+                kept.append(entry)
             else:
                 victims.append(slot)
                 self.remove((slot,))
-        for item in kept:
-            heapq.heappush(heap, item)
+        for entry in kept:
+            heapq.heappush(heap, entry)
         return victims
 
-    def __len__(self) -> int:
-        return len(self._keys)
+    def _entry(self, slot: int) -> int:
+        return int(self.ticks[slot]) << _SLOT_BITS | slot
+
+    def _unpark(self, head: int) -> None:
+        for slot in self._parked.pop(head, ()):
+            if self._held[slot]:
+                heapq.heappush(self._heap, self._entry(slot))
+
+    def _compact(self) -> None:
+        """Rebuild a heap that pages removed otherwise have left full of dead entries."""
+        parked = [slot for slots in self._parked.values() for slot in slots]
+        live = self._held.copy()
+        live[parked] = False
+        slots: Sequence[int] = np.flatnonzero(live).tolist()
+        self._heap = [self._entry(slot) for slot in slots]
+        heapq.heapify(self._heap)

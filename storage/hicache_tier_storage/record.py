@@ -80,6 +80,12 @@ def key_head(key: bytes) -> int:
     return int.from_bytes(key[:8].ljust(8, b"\0"), "little")
 
 
+def key_heads(records: NDArray[np.void]) -> NDArray[np.uint64]:
+    """First 8 bytes of the records' keys, as their children's `parent` field holds them."""
+    heads: NDArray[np.uint64] = np.ascontiguousarray(records["key"][:, :8]).view("<u8").ravel()
+    return heads
+
+
 def seal(records: NDArray[np.void]) -> None:
     """Fill in each record's CRC32C of its bytes 4..127."""
     raw = records.tobytes()

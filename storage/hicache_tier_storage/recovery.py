@@ -111,6 +111,8 @@ def _newest(
     keys: Sequence[bytes], sequence: NDArray[np.uint64], usable: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """Rows of the highest commit sequence of each key."""
+    if usable.all() and len(set(keys)) == len(keys):
+        return np.arange(len(keys))
     rows = np.argsort(sequence, kind="stable")
     rows = rows[usable[rows]]
     newest = {keys[row]: row for row in rows.tolist()}  # later rows take over

@@ -20,7 +20,7 @@ from .growth import Growth
 from .journal import Journal
 from .metadata import replace_file
 from .partition import Partition, PartitionFacts, PartitionPaths
-from .record import COMMITTED, FLAG_PINNED, FREE, as_records, as_words, new_records, seal
+from .record import COMMITTED, FLAG_PINNED, FREE, as_records, as_words, key_heads, new_records, seal
 from .recovery import opened_state, recover_pages
 from .slab import FileCache, SlabDamagedError, SlabShape
 from .state import boot_id
@@ -122,10 +122,8 @@ class WriterPartition(Partition):
     def _load(self, most_slots: int) -> None:
         pages = recover_pages(self, most_slots=most_slots, unclean=self._suspect_boot is not None)
         self.resize(max((number + 1 for number in self.slabs), default=0) * self.facts.shape.slots)
-        numbers = pages.slots.tolist()
-        self.keys = dict(zip(numbers, pages.keys, strict=True))
-        heads = np.ascontiguousarray(pages.records["key"][:, :8]).view("<u8").ravel().tolist()
-        self.lru.restore(numbers, heads, pages.records["parent"].tolist())
+        self.keys = dict(zip(pages.slots.tolist(), pages.keys, strict=True))
+        self.lru.restore(pages.slots, key_heads(pages.records), pages.records["parent"])
         self._access[pages.slots] = pages.records["access_s"]
         self.pinned[pages.slots] = pages.records["flags"] & FLAG_PINNED != 0
         self.suspect[pages.slots] = self._suspect_boot is not None
@@ -196,8 +194,7 @@ class WriterPartition(Partition):
     def add(self, slots: NDArray[np.int64], keys: Sequence[bytes], records: NDArray[np.void]) -> None:
         """Enter published pages in the book-keeping and tell other processes."""
         self.keys.update(zip(slots.tolist(), keys, strict=True))
-        heads = np.ascontiguousarray(records["key"][:, :8]).view("<u8").ravel().tolist()
-        self.lru.add(slots, heads, records["parent"].tolist())
+        self.lru.add(slots, key_heads(records), records["parent"])
         self._access[slots] = records["access_s"]
         self.pinned[slots] = records["flags"] & FLAG_PINNED != 0
         self._journal.append(slots)
