@@ -92,12 +92,16 @@ def command(  # noqa: PLR0917 - click passes by name
 
 @contextmanager
 def _status() -> Iterator[Callable[[str], None]]:
-    """Show a spinner with what is going on, where a person watches."""
+    """Show what is going on and for how long, where a person watches."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    with stderr().status("starting") as status:
-        yield status.update
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text: bar.update(task, description=text)
 
 
 @contextmanager
