@@ -9,7 +9,6 @@ Pytest does the rest::
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -98,37 +97,33 @@ class Memory:
     def __init__(
         self, lengths: Sequence[int], pages: int, *, between: int, shift: int = 0, seed: int = 0
     ) -> None:
-        steps = [length + between for length in lengths]
-        self._page_step = -(-sum(steps) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + (SLOT_ALIGNMENT if shift else 0)
-        raw = np.zeros(self._page_step * pages + SLOT_ALIGNMENT + shift, np.uint8)
+        steps = np.array(lengths, np.int64) + between
+        starts = np.cumsum(steps) - steps
+        self._page_step = -(-int(steps.sum()) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT + (8192 if shift else 0)
+        raw = np.full(self._page_step * pages + 2 * SLOT_ALIGNMENT, 0x5A, np.uint8)
         skew = -raw.ctypes.data % SLOT_ALIGNMENT + shift
-        self._bytes = raw[skew : skew + self._page_step * pages]
-        self._bytes[:] = 0x5A
-        self._lengths = list(lengths)
-        self._starts = np.concatenate([[0], np.cumsum(steps)[:-1]]).astype(np.int64)
+        self._bytes = raw[skew : skew + self._page_step * pages].reshape(pages, self._page_step)
+        self._at = np.concatenate(
+            [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        )
         self._rng = np.random.default_rng(seed)
         first = self._bytes.ctypes.data + np.arange(pages, dtype=np.int64) * self._page_step
-        self.addresses = (first[:, None] + self._starts[None]).astype(np.uint64)
+        self.addresses = (first[:, None] + starts[None]).astype(np.uint64)
 
     def fill(self) -> None:
         """Write random bytes into every segment."""
-        for page in range(len(self.addresses)):
-            for address, length in zip(self.addresses[page].tolist(), self._lengths, strict=True):
-                ctypes.memmove(address, self._rng.bytes(length), length)
+        shape = (len(self._bytes), len(self._at))
+        self._bytes[:, self._at] = self._rng.integers(0, 256, shape, np.uint8)
 
     def page(self, number: int) -> bytes:
         """Return a page's bytes in stored order."""
-        pieces = zip(self.addresses[number].tolist(), self._lengths, strict=True)
-        return b"".join(ctypes.string_at(address, length) for address, length in pieces)
+        return self._bytes[number, self._at].tobytes()
 
     def between_untouched(self) -> bool:
         """Whether the bytes outside all segments are as they were."""
-        mask = np.ones(len(self._bytes), np.bool_)
-        base = self._bytes.ctypes.data
-        for row in self.addresses.tolist():
-            for address, length in zip(row, self._lengths, strict=True):
-                mask[address - base : address - base + length] = False
-        return bool((self._bytes[mask] == 0x5A).all())
+        outside = np.ones(self._page_step, np.bool_)
+        outside[self._at] = False
+        return bool((self._bytes[:, outside] == 0x5A).all())
 
 
 class HookLog:

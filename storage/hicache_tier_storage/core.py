@@ -152,10 +152,11 @@ class StoreCore:
                     self.forget(partition.drop_slab(number, why))
                     self.slabs_dropped += 1
 
-    def lose(self, partition: Partition, slots: list[int]) -> None:
-        """Drop pages that turned out damaged, so that the next put repairs them."""
+    def lose(self, partition: Partition, pages: list[tuple[int, bytes]]) -> None:
+        """Drop pages (slot, key) that turned out damaged, so that the next put repairs them."""
         if isinstance(partition, ReaderPartition):
-            self.foreign.lose(partition, np.array(slots, np.int64))
+            self.foreign.lose_pages(partition, pages)
         elif isinstance(partition, WriterPartition):
-            self.drop_slabs(partition, partition.damaged_slabs(slots))
-            self.forget(partition.free(slots))
+            self.drop_slabs(partition, partition.damaged_slabs([slot for slot, _ in pages]))
+            mine = [slot for slot, key in pages if partition.keys.get(slot) == key]
+            self.forget(partition.free(mine))

@@ -7,6 +7,7 @@ suite that every engine passes.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .slab import StoreFile
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -71,3 +74,16 @@ class ByteEngine(Protocol):
 
     def close(self) -> None:
         """Stop threads and give back what the engine holds."""
+
+
+def moved(engine: ByteEngine, batch: PageBatch, *, write: bool) -> list[str]:
+    """Let an engine move a batch; whatever it raises, or answers too briefly, becomes every page's reason."""
+    try:
+        reasons = engine.write(batch) if write else engine.read(batch)
+    except Exception as error:
+        _LOG.exception("engine %s failed", engine.name)
+        return [f"engine_error: {type(error).__name__}: {error}"] * len(batch)
+    if len(reasons) != len(batch):
+        _LOG.error("engine %s gave %d verdicts on %d pages", engine.name, len(reasons), len(batch))
+        return ["engine_error: a verdict is missing"] * len(batch)
+    return reasons

@@ -11,6 +11,7 @@ from .capacity import PARTITION_NAME, partition_paths
 from .partition import Pages, ReaderPartition
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import numpy as np
@@ -120,10 +121,17 @@ class ForeignPages:
             index[key] = (partition, slot)
 
     def lose(self, partition: ReaderPartition, slots: NDArray[np.int64]) -> None:
-        """Forget pages that are gone or turned out damaged."""
+        """Forget pages that are gone."""
         for slot in slots.tolist():
             key = partition.held.pop(slot, None)
             if key is not None:
+                self._unlist(partition, slot, key)
+
+    def lose_pages(self, partition: ReaderPartition, pages: Sequence[tuple[int, bytes]]) -> None:
+        """Forget pages (slot, key) that turned out damaged, unless the slot holds another one by now."""
+        for slot, key in pages:
+            if partition.held.get(slot) == key:
+                del partition.held[slot]
                 self._unlist(partition, slot, key)
 
     def _unlist(self, partition: ReaderPartition, slot: int, key: bytes) -> None:
@@ -131,9 +139,10 @@ class ForeignPages:
             del self.index[key]
 
     def lose_slabs(self, partition: ReaderPartition, damage: dict[int, str]) -> None:
-        """Drop damaged slabs of a partition, saying so."""
+        """Drop slabs of a partition; say so where they are damaged, not where the store gave them up."""
         for number, why in damage.items():
-            partition.report(why)
+            if partition.paths.table(number).exists():
+                partition.report(why)
             self.lose(partition, partition.lose_slab(number))
 
     def _forget(self, path: Path) -> None:

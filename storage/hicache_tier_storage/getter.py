@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .checksum import page_checksum
-from .engine import PageBatch
+from .engine import PageBatch, moved
 from .partition import Partition, ReaderPartition
 from .record import (
     CHECKSUM_NONE,
@@ -21,8 +22,14 @@ from .record import (
     committed,
     key_field,
 )
+from .slab import SlabDamagedError
 from .status import ABSENT, CHANGED, CHECKSUM, LOADED, PageStatus, failed
 from .writer import WriterPartition
+
+_ATTEMPTS = 3
+_LOOKS = 4
+_LOOK_S = 0.0002
+_CONSTANT = slice(GENERATION_WORD + 1, SEQUENCE_WORD + 1)  # words that tell one commit from another
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,9 +93,9 @@ class Getter:
         """Read pages to memory; one verdict a page."""
         request = Request(keys, addresses, nbytes, [ABSENT] * len(keys))
         for partition, rows, slots in self._find(keys):
-            lost: list[int] = []
+            lost: list[tuple[int, bytes]] = []
             try:
-                self._read(partition, rows, slots, request, lost)
+                self._read_while_slabs_go(partition, rows, slots, request, lost)
             finally:
                 if isinstance(partition, WriterPartition):
                     with self._core.lock:
@@ -125,20 +132,39 @@ class Getter:
                 found.append((core.writer, np.array(mine, np.int64), slots_of))
         return found
 
+    def _read_while_slabs_go(
+        self,
+        partition: Partition,
+        rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        request: Request,
+        lost: list[tuple[int, bytes]],
+    ) -> None:
+        """Read pages of one partition, once more where another thread let go of a slab meanwhile."""
+        for _ in range(_ATTEMPTS):
+            lost.clear()
+            try:
+                self._read(partition, rows, slots, request, lost)
+            except SlabDamagedError:
+                continue
+            return
+        for row in rows.tolist():
+            request.status[row] = CHANGED
+
     def _read(
         self,
         partition: Partition,
         rows: NDArray[np.int64],
         slots: NDArray[np.int64],
         request: Request,
-        lost: list[int],
+        lost: list[tuple[int, bytes]],
     ) -> None:
-        """Read pages of one partition; slots whose pages turned out damaged are added to `lost`."""
+        """Read pages of one partition; those that turned out damaged are added to `lost` (slot, key)."""
         usable = self._usable(partition, rows, slots, request)
         order = np.argsort(slots[usable], kind="stable")
         rows, slots = rows[usable][order], slots[usable][order]
         found = self._check_records(
-            _Found(partition, rows, slots, partition.tables.gather(slots)), request, lost
+            _Found(partition, rows, slots, self._records(partition, slots)), request, lost
         )
         if not len(found.slots):
             return
@@ -150,7 +176,7 @@ class Getter:
         batch = PageBatch(files, offsets, addresses, request.nbytes, shape.page_nbytes, shape.stride)
         if suspect.any():
             batch.hook = _verifier(found, request, batch, suspect, wrong)
-        reasons = self._core.engine.read(batch)
+        reasons = moved(self._core.engine, batch, write=False)
         self._judge(found, reasons, wrong, request, lost)
         if isinstance(partition, WriterPartition) and suspect.any():
             checked = [i for i in np.flatnonzero(suspect).tolist() if i not in wrong and not reasons[i]]
@@ -171,7 +197,20 @@ class Getter:
             self._core.drop_slabs(partition, damage)
         return ~np.isin(slabs, list(damage))
 
-    def _check_records(self, found: _Found, request: Request, lost: list[int]) -> _Found:
+    def _records(self, partition: Partition, slots: NDArray[np.int64]) -> Words:
+        """Copy records at a moment when none of them is being published, as far as that can be had."""
+        if isinstance(partition, WriterPartition):
+            with self._core.lock:  # access times and pins are published under it
+                return partition.tables.gather(slots)
+        words = partition.tables.gather(slots)
+        for _ in range(_LOOKS):
+            if not (words[:, GENERATION_WORD] & 1).any():
+                break
+            time.sleep(_LOOK_S)
+            words = partition.tables.gather(slots)
+        return words
+
+    def _check_records(self, found: _Found, request: Request, lost: list[tuple[int, bytes]]) -> _Found:
         """Keep the pages whose records are stable, committed, whole, and of the key asked for."""
         records = as_records(found.words)
         wanted = [request.keys[row] for row in found.rows.tolist()]
@@ -183,7 +222,8 @@ class Getter:
         for row in found.rows[~good].tolist():
             request.status[row] = CHANGED
         if isinstance(found.partition, WriterPartition):
-            lost += found.slots[~good].tolist()  # nobody else may change our records
+            # Nobody else may change our records.
+            lost += [(int(found.slots[i]), wanted[i]) for i in np.flatnonzero(~good).tolist()]
         return found.keep(good)
 
     def _suspects(self, found: _Found) -> NDArray[np.bool_]:
@@ -201,11 +241,17 @@ class Getter:
         doubt = isinstance(partition, ReaderPartition) and (partition.suspect or self._verify_foreign)
         return np.full(len(found.slots), doubt)
 
-    @staticmethod
-    def _judge(found: _Found, reasons: list[str], wrong: set[int], request: Request, lost: list[int]) -> None:
+    def _judge(
+        self,
+        found: _Found,
+        reasons: list[str],
+        wrong: set[int],
+        request: Request,
+        lost: list[tuple[int, bytes]],
+    ) -> None:
         """Turn what was read into verdicts: I/O first, then a record that changed, then the checksum."""
         partition, status = found.partition, request.status
-        same = _unchanged(found)
+        same = self._unchanged(found)
         rows, slots = found.rows.tolist(), found.slots.tolist()
         if not wrong and same.all() and not any(reasons):
             for row in rows:
@@ -215,30 +261,29 @@ class Getter:
             if reasons[i]:
                 status[row] = failed(reasons[i])
                 if reasons[i].startswith("damaged"):
-                    lost.append(slot)
+                    lost.append((slot, request.keys[row]))
             elif not unchanged:
                 status[row] = CHANGED
             elif i in wrong:
                 status[row] = CHECKSUM
-                lost.append(slot)
+                lost.append((slot, request.keys[row]))
             else:
                 status[row] = LOADED
         if lost and isinstance(partition, ReaderPartition):
             partition.report(f"{len(lost)} damaged pages")
 
-
-def _unchanged(found: _Found) -> NDArray[np.bool_]:
-    """Tell which records are still those of before the read."""
-    tables = found.partition.tables
-    if tables.damaged(found.slots):
-        return np.zeros(len(found.slots), np.bool_)
-    same: NDArray[np.bool_] = found.words[:, GENERATION_WORD] == tables.generations(found.slots)
-    if not same.all():
-        # A record re-published for its access time alone keeps its commit sequence.
-        after = tables.gather(found.slots)
-        again = committed(as_records(after), found.partition.facts.shape.page_nbytes)
-        same |= again & (found.words[:, SEQUENCE_WORD] == after[:, SEQUENCE_WORD])
-    return same
+    def _unchanged(self, found: _Found) -> NDArray[np.bool_]:
+        """Tell which records are still those of before the read."""
+        tables, before = found.partition.tables, found.words
+        if tables.damaged(found.slots):
+            return np.zeros(len(found.slots), np.bool_)
+        same: NDArray[np.bool_] = before[:, GENERATION_WORD] == tables.generations(found.slots)
+        if not same.all():
+            # A record re-published for its access time alone keeps its commit sequence and its key.
+            after = self._records(found.partition, found.slots)
+            again = committed(as_records(after), found.partition.facts.shape.page_nbytes)
+            same |= again & (before[:, _CONSTANT] == after[:, _CONSTANT]).all(axis=1)
+        return same
 
 
 def _verifier(

@@ -15,7 +15,7 @@ from hicache_tier.geometry import KVGeometry
 
 from .journal import Journal
 from .metadata import read_attributes
-from .record import Words, as_records, committed, keys_of
+from .record import COMMITTED, Words, as_records, committed, keys_of
 from .slab import FileCache, SlabDamagedError, SlabShape, StoreFile
 from .state import STATE_NBYTES, StateBlock
 from .table import MappedTable, SlotTables, table_nbytes
@@ -203,9 +203,9 @@ class Partition:
             self.damage.append(line)
             _LOG.warning("%s", line)
 
-    def pages_of(self, number: int) -> Pages:
-        """Return the committed pages of a mapped slab (copies of their records)."""
-        words: Words = self.tables.tables[number].words.copy()
+    def pages_of(self, number: int, words: Words | None = None) -> Pages:
+        """Return the committed pages of a mapped slab (copies of their records); `words` is its table."""
+        words = self.tables.tables[number].words.copy() if words is None else words
         records = as_records(words)
         index = np.flatnonzero(committed(records, self.facts.shape.page_nbytes))
         kept = records[index]
@@ -248,6 +248,7 @@ class ReaderPartition(Partition):
         state = self.read_state()
         self.suspect = state is None or (not state.clean and state.boot_id != boot)
         self._journal: Journal | None = None
+        self._torn: set[int] = set()
         self._scanned: dict[int, NDArray[np.uint64]] = {}
 
     @property
@@ -275,11 +276,25 @@ class ReaderPartition(Partition):
                 return
             yield from self._scan(everything=True)
             return
-        slots = self._journal.changes()
+        try:
+            slots = self._journal.changes()
+        except OSError:  # cut; its writer makes it whole when it next speaks
+            self._let_go_of_journal()
+            yield from self._scan(everything=True)
+            return
         if slots is None:
             yield from self._scan(everything=True)
-        elif len(slots):
+            return
+        if self._torn:
+            slots = np.union1d(slots, np.array(sorted(self._torn), np.int64))
+            self._torn.clear()
+        if len(slots):
             yield from self._reread(slots)
+
+    def _look_again_at(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> None:
+        """Remember slots whose records were being published: a new access time is not in the journal."""
+        torn = (records["generation"] & 1 == 1) & (records["state"] == COMMITTED)
+        self._torn.update(slots[torn].tolist())
 
     def _scan(self, *, everything: bool) -> Iterator[Pages | NDArray[np.int64]]:
         present = self.paths.slab_numbers()
@@ -298,8 +313,10 @@ class ReaderPartition(Partition):
             if not everything and np.array_equal(generations, self._scanned.get(number, ())):
                 continue
             self._scanned[number] = generations
-            pages = self.pages_of(number)
+            words: Words = self.tables.tables[number].words.copy()
+            pages = self.pages_of(number, words)
             first = number * self.facts.shape.slots
+            self._look_again_at(np.arange(first, first + len(words)), as_records(words))
             gone = np.array(
                 [s for s in range(first, first + self.facts.shape.slots) if s in self.held], np.int64
             )
@@ -318,6 +335,7 @@ class ReaderPartition(Partition):
                 continue
             records = as_records(self.tables.gather(mine))
             good = committed(records, self.facts.shape.page_nbytes)
+            self._look_again_at(mine, records)
             yield mine[~good]
             kept = records[good]
             yield Pages(mine[good], kept, keys_of(kept))
@@ -340,7 +358,10 @@ class ReaderPartition(Partition):
 
     def close(self) -> None:
         """Unmap everything."""
+        self._let_go_of_journal()
+        super().close()
+
+    def _let_go_of_journal(self) -> None:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
-        super().close()

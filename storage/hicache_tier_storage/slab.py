@@ -134,16 +134,15 @@ class StoreFile:
         OSError
             Where it cannot be opened.
         """
-        key = (self.path, direct)
         try:
-            fd = self._cache.acquire(key, self._flags(direct=direct))
+            borrowed = self._cache.acquire((self.path, direct), self._flags(direct=direct))
         except FileNotFoundError as error:
             raise SlabDamagedError(f"{self.path.name} is missing") from error
         try:
-            self.check(fd)
-            yield fd
+            self.check(borrowed.fd)
+            yield borrowed.fd
         finally:
-            self._cache.release(key)
+            self._cache.release(borrowed)
 
     def _flags(self, *, direct: bool) -> int:
         access = os.O_RDWR if self.writable else os.O_RDONLY
@@ -155,10 +154,21 @@ class StoreFile:
             os.fdatasync(fd)
 
     def forget(self) -> None:
-        """Close cached descriptors, so that the path may be unlinked or replaced by the store itself."""
+        """Close cached descriptors, so that the path may be unlinked or replaced by the store itself.
+
+        The file's identity stays: I/O still under way never takes a later file of that name for this one.
+        """
         for direct in (False, True):
             self._cache.drop((self.path, direct))
-        self.identity = None
+
+
+@dataclass(slots=True, eq=False)
+class Descriptor:
+    """An open file: how many borrow it, and whether it is closed once they are done."""
+
+    fd: int
+    users: int = 0
+    dropped: bool = False
 
 
 class FileCache:
@@ -167,47 +177,55 @@ class FileCache:
     def __init__(self, limit: int) -> None:
         self._limit = max(2, limit)
         self._lock = Lock()
-        self._open: dict[tuple[Path, bool], list[int]] = {}  # key -> [fd, users, dropped]
+        self._closed = False
+        self._open: dict[tuple[Path, bool], Descriptor] = {}
 
-    def acquire(self, key: tuple[Path, bool], flags: int) -> int:
+    def acquire(self, key: tuple[Path, bool], flags: int) -> Descriptor:
         """Return an open descriptor and count its user."""
         with self._lock:
             entry = self._open.pop(key, None)
             if entry is None:
                 self._make_room()
-                entry = [os.open(key[0], flags), 0, 0]
-            self._open[key] = entry  # most recently used last
-            entry[1] += 1
-            return entry[0]
+                entry = Descriptor(os.open(key[0], flags), dropped=self._closed)
+            if not self._closed:
+                self._open[key] = entry  # most recently used last
+            entry.users += 1
+            return entry
 
-    def release(self, key: tuple[Path, bool]) -> None:
+    def release(self, entry: Descriptor) -> None:
         """Give a descriptor back."""
         with self._lock:
-            entry = self._open[key]
-            entry[1] -= 1
-            if entry[2] and not entry[1]:
-                os.close(self._open.pop(key)[0])
+            entry.users -= 1
+            if entry.dropped and not entry.users:
+                os.close(entry.fd)
 
     def drop(self, key: tuple[Path, bool]) -> None:
-        """Close a descriptor now, or once its users are done."""
+        """Close a descriptor now, or once its users are done; it is not lent again."""
         with self._lock:
-            entry = self._open.get(key)
+            entry = self._open.pop(key, None)
             if entry is None:
                 return
-            if entry[1]:
-                entry[2] = 1
-            else:
-                os.close(self._open.pop(key)[0])
+            entry.dropped = True
+            if not entry.users:
+                os.close(entry.fd)
 
     def close(self) -> None:
-        """Close everything that is not borrowed."""
+        """Close everything, what is borrowed once it is given back."""
         with self._lock:
-            for key in [key for key, entry in self._open.items() if not entry[1]]:
-                os.close(self._open.pop(key)[0])
+            self._closed = True
+            for entry in self._open.values():
+                entry.dropped = True
+                if not entry.users:
+                    os.close(entry.fd)
+            self._open.clear()
+
+    def after_fork(self) -> None:
+        """Let a child of fork not wait for a lock that a thread of its parent held."""
+        self._lock = Lock()
 
     def _make_room(self) -> None:
         while len(self._open) >= self._limit:
-            idle = next((key for key, entry in self._open.items() if not entry[1]), None)
+            idle = next((key for key, entry in self._open.items() if not entry.users), None)
             if idle is None:
                 return
-            os.close(self._open.pop(idle)[0])
+            os.close(self._open.pop(idle).fd)

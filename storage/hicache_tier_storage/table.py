@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -97,12 +98,19 @@ class SlotTables:
     ) -> Iterator[tuple[Words, NDArray[np.int64] | slice, NDArray[np.int64]]]:
         slabs = self.slabs_of(slots)
         if len(slabs) == 1:
-            yield self.tables[slabs[0]].words, slice(None), slots & self._mask
+            yield self._words(slabs[0]), slice(None), slots & self._mask
             return
         owner = slots >> self._shift
         for slab in slabs:
             where = np.flatnonzero(owner == slab)
-            yield self.tables[slab].words, where, slots[where] & self._mask
+            yield self._words(slab), where, slots[where] & self._mask
+
+    def _words(self, slab: int) -> Words:
+        """Return a table; `SlabDamagedError` where another thread let go of it just now."""
+        try:
+            return self.tables[slab].words
+        except (KeyError, AttributeError) as gone:
+            raise SlabDamagedError(f"slab {slab} is not there") from gone
 
     def gather(self, slots: NDArray[np.int64]) -> Words:
         """Copy the records of `slots`, `uint64 [n, 16]`."""
@@ -119,8 +127,13 @@ class SlotTables:
         return out
 
     def mark_writing(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Make the generations of `slots` odd, before anything else changes; return them."""
+        """Make the generations of `slots` odd, before anything else changes; return them.
+
+        A slot's first generation is taken from the clock: a record of a slab that was given up never looks
+        like one of a later slab of the same number.
+        """
         odd = self.generations(slots) | np.uint64(1)
+        odd[odd == 1] = time.time_ns() | 1
         for words, where, index in self._groups(slots):
             words[index, GENERATION_WORD] = odd[where]
         return odd

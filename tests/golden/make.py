@@ -24,7 +24,7 @@ from unittest import mock
 import google_crc32c
 
 from hicache_tier import HostPool, KVGeometry, open_store
-from hicache_tier.testing.pages import write_page
+from hicache_tier.testing.array_pool import write_page
 from hicache_tier_storage.identity import FORMAT_VERSION
 
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ import pytest
 
 from hicache_tier import HostPool, open_store
 from hicache_tier.errors import FormatVersionError
-from hicache_tier.testing.pages import stored_bytes, write_page
+from hicache_tier.testing.array_pool import read_page, write_page
 from hicache_tier_storage.dataset import open_dataset
 from hicache_tier_storage.inspection import inspect_root, verify_root
 
@@ -39,7 +39,7 @@ def test_every_page_is_served(copy, expected, maker, store_of, read_only, verify
         pages = host.alloc(len(keys))
         assert [bool(status) for status in store.get(keys, host, pages)] == [True] * len(keys)
         for page, key in zip(pages.tolist(), keys, strict=True):
-            assert hashlib.sha256(stored_bytes(host, page)).hexdigest() == expected[key.hex()]
+            assert hashlib.sha256(read_page(host, page)).hexdigest() == expected[key.hex()]
 
 
 @pytest.mark.parametrize("read_only", [False, True], ids=["writer", "read_only"])
