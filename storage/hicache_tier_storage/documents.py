@@ -54,7 +54,7 @@ def document_problems(paths: PartitionPaths, facts: PartitionFacts, axis_order: 
     problems: list[str] = []
     for folder in (paths.pages, paths.slots, paths.state.parent):
         found[folder.name] = _read(folder, problems)
-    capacity = _capacity(found["pages"])
+    capacity = _capacity(found["pages"]) or _capacity(found["slots"])
     wanted = {
         "pages": pages_document(facts.geometry, layout, capacity, facts.shape.slots),
         "slots": slots_document(capacity, facts.shape.slots),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicache_tier import HostPool, KVGeometry, open_store
-from hicache_tier.testing.pages import fill, key_of, page_bytes
+from hicache_tier.testing.array_pool import fill_pages, key_of, page_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,7 +101,7 @@ def live(request, tmp_path_factory):
         try:
             while not stop.wait(0.02):
                 batch = [key_of(rounds[0] * 8 + at, "churn") for at in range(8)]
-                fill(host, pages, batch)
+                fill_pages(host, pages.tolist(), batch, geometry.page_nbytes)
                 assert all(store.put(batch, host, pages))
                 rounds[0] += 1
         except BaseException as error:
@@ -112,7 +112,7 @@ def live(request, tmp_path_factory):
         open_store(root, geometry, layout, model="org/model", capacity_bytes="1 MiB") as store,
     ):
         pages = host.alloc(STABLE)
-        fill(host, pages, keys)
+        fill_pages(host, pages.tolist(), keys, geometry.page_nbytes)
         parents = [None, *keys[:-1]]
         assert all(store.put(keys, host, pages, parents=parents, pin=True))
         thread = threading.Thread(target=churn, args=(store, host, host.alloc(8)))
