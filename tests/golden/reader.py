@@ -5,6 +5,7 @@ It imports nothing of the project, so that the document, and not the code, is wh
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import struct
@@ -110,6 +111,40 @@ def read_store(root: Path, boot_id: bytes = bytes(16)) -> list[Partition]:
             for pool in sorted(path for path in rank.iterdir() if path.is_dir()):
                 found.append(read_partition(root, pool, identity, boot_id))
     return found
+
+
+def namespace_of(identity: dict, tenant: str | None) -> str:
+    """Digest of an identity; the tenant's salt is not in the group and must be known."""
+    geometry = identity["geometry"]
+    parts = (f"{part['name']}:{part['heads']}x{part['width']}" for part in geometry["components"])
+    fields = [
+        ("model", identity["model"]),
+        ("revision", identity["revision"]),
+        ("pool", identity["pool"]),
+        ("dtype", geometry["dtype"]),
+        ("scales", identity["scales"]),
+        ("kind", geometry["kind"]),
+        ("layers", str(geometry["num_layers"])),
+        ("components", ",".join(parts)),
+        ("page_tokens", str(geometry["page_tokens"])),
+        ("rows", str(geometry["rows"])),
+        ("axis_order", identity["axis_order"]),
+        *(
+            (f"{n}_size", str(identity["parallel"][n]))
+            for n in ("tp", "pp", "cp")
+            if n in identity["parallel"]
+        ),
+        ("rope", identity["rope"]),
+        ("key_algorithm", identity["key_algorithm"]),
+        ("tenant", tenant),
+        ("adapter", identity["adapter"]),
+    ]
+    digest = hashlib.sha256(b"hct-namespace-1")
+    for tag, value in fields:
+        raw = b"" if value is None else value.encode()
+        digest.update(len(tag).to_bytes(4, "little") + tag.encode())
+        digest.update(bytes([value is not None]) + len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()[:32]
 
 
 def document(folder: Path) -> dict:

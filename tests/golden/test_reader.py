@@ -19,6 +19,12 @@ def test_serves_exactly_the_expected_pages(golden, expected, reader):
     assert found.unfinished == 1
 
 
+def test_namespace_is_the_digest_of_the_identity(golden, reader, maker):
+    (space,) = (path for path in golden.iterdir() if path.is_dir())
+    tenant = maker.GOLDEN[golden.name].options.get("tenant")
+    assert space.name == reader.namespace_of(reader.group(space), tenant)
+
+
 def test_follows_chains(golden, reader, maker):
     (found,) = reader.read_store(golden)
     keys = maker.keys_of(golden.name)

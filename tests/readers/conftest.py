@@ -37,10 +37,6 @@ CASES = {
         "page_first",
         KVGeometry.mha(num_layers=3, num_kv_heads=2, head_dim=32, dtype="float8_e4m3fn", page_tokens=8),
     ),
-    "mha-page_first-int8": (
-        "page_first",
-        KVGeometry.mha(num_layers=3, num_kv_heads=2, head_dim=32, dtype="int8", page_tokens=8),
-    ),
     "mla-page_first-bfloat16": (
         "page_first",
         KVGeometry.mla(num_layers=3, latent_dim=72, dtype="bfloat16", page_tokens=8),
@@ -54,12 +50,6 @@ CASES = {
         "page_first",
         KVGeometry.mha(
             num_layers=3, num_kv_heads=2, head_dim=24, v_head_dim=16, dtype="bfloat16", page_tokens=8
-        ),
-    ),
-    "wide_k-page_first_direct-e4m3fn": (
-        "page_first_direct",
-        KVGeometry.mha(
-            num_layers=3, num_kv_heads=2, head_dim=24, v_head_dim=16, dtype="float8_e4m3fn", page_tokens=8
         ),
     ),
 }
