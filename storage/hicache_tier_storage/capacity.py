@@ -111,11 +111,11 @@ class RootBudget:
             short = free.f_bavail * free.f_frsize < nbytes + reserve
             if not over and not short:
                 return ""
-            if not self._reclaim(own):
+            if not self.reclaim(own):
                 return "capacity" if over else "disk_full"
 
-    def _reclaim(self, own: PartitionPaths) -> bool:
-        """Remove the coldest slab of a partition that no live writer holds."""
+    def reclaim(self, own: PartitionPaths) -> bool:
+        """Remove the coldest slab of a partition that no live writer holds. The lock must be held."""
         coldest: tuple[int, _SlabUse] | None = None
         for paths in partition_paths(self.root):
             if paths == own:

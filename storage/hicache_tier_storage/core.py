@@ -39,7 +39,7 @@ class StoreCore:
     index : dict
         Key to slot in this process's partition. Lookups need no lock.
     writing : set
-        Keys that a put of this process is storing now.
+        Keys that a put of this process is storing now; `written` tells when some are done.
     closed : str
         Why the store cannot be used any more, or "".
     """
@@ -66,9 +66,9 @@ class StoreCore:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.slabs_dropped = 0
         self.closed = ""
-        self._touched: list[NDArray[np.int64]] = []
         self._users = 0
         self._idle = threading.Condition(self.lock)
+        self.written = threading.Condition(self.lock)
 
     def check_open(self) -> None:
         """Raise `ClosedError` where the store cannot be used any more."""
@@ -108,17 +108,7 @@ class StoreCore:
     def touch(self, slots: NDArray[np.int64]) -> None:
         """Make pages of this process's partition recent: the first of the chain most."""
         if self.writer is not None:
-            self.writer.lru.touch(slots)
-            self._touched.append(slots)
-
-    def publish_access(self, *, older_than_s: int) -> None:
-        """Write access times that are older on disk than that many seconds."""
-        if self.writer is None or not self._touched:
-            return
-        slots = np.unique(np.concatenate(self._touched))
-        self._touched.clear()
-        slots = slots[np.isin(slots // self.writer.facts.shape.slots, list(self.writer.slabs))]
-        self.writer.publish_access(slots, int(time.time()), older_than_s=older_than_s)
+            self.writer.touch(slots)
 
     def count(self, verb: str, status: list[PageStatus]) -> None:
         """Count verdicts by reason. Takes the lock itself."""

@@ -87,6 +87,7 @@ class LeafLru:
         """Carry a page's place over to the slot that it was moved to."""
         for column in (self.ticks, self._heads, self._parents):
             column[target] = column[slot]
+        self._forget_parked(slot)
         self._held[slot], self._held[target] = False, True
         heapq.heappush(self._heap, self._entry(target))
 
@@ -95,6 +96,7 @@ class LeafLru:
         for slot in slots:
             if not self._held[slot]:
                 continue
+            self._forget_parked(slot)
             self._held[slot] = False
             self._count -= 1
             parent = int(self._parents[slot])
@@ -153,6 +155,12 @@ class LeafLru:
         for slot in self._parked.pop(head, ()):
             if self._held[slot]:
                 heapq.heappush(self._heap, self._entry(slot))
+
+    def _forget_parked(self, slot: int) -> None:
+        """Drop a page that waits for its children: its slot will soon hold another page."""
+        waiting = self._parked.get(int(self._heads[slot])) if self._parked else None
+        if waiting and slot in waiting:
+            waiting[:] = [other for other in waiting if other != slot]
 
     def _compact(self) -> None:
         """Rebuild a heap that pages removed otherwise have left full of dead entries."""

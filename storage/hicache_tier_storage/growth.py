@@ -6,6 +6,8 @@ import errno
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .metadata import replace_file
 from .partition import remove_slab
 from .slab import create_slab
@@ -33,18 +35,23 @@ class Growth:
         give up a slab meanwhile.
         """
         partition, shape = self._partition, self._partition.facts.shape
-        full = (len(partition.slabs) + 1) * shape.slots > partition.capacity
-        if full or time.monotonic() < self._not_before:
+        if (len(partition.slabs) + 1) * shape.slots > partition.capacity:
+            partition.no_room = "capacity"
+            return False
+        if time.monotonic() < self._not_before:
             return False
         try:
             with self._budget.lock():
                 nbytes = shape.file_nbytes + table_nbytes(shape.slots)
                 why = self._budget.room_for(nbytes, partition.paths)
                 if not why:
-                    self._add_slab()
-                    return True
-            if why == "capacity":
-                self._budget.ask_for_room()
+                    number = self._vacant_number()
+                    if number is not None:
+                        self._add_slab(number)
+                        return True
+                    why = "capacity"
+                elif why == "capacity":
+                    self._budget.ask_for_room()
         except OSError as error:
             full_disk = error.errno in {errno.ENOSPC, errno.EDQUOT}
             why = "disk_full" if full_disk else f"io_error: {error.strerror}"
@@ -52,9 +59,16 @@ class Growth:
         self._not_before = time.monotonic() + _RETRY_S
         return False
 
-    def _add_slab(self) -> None:
+    def _vacant_number(self) -> int | None:
+        """Return a slab number that no I/O is under way in: a dropped slab's I/O may still be."""
+        partition, size = self._partition, self._partition.facts.shape.slots
+        for number in range(partition.capacity // size):
+            if number not in partition.slabs and not partition.pins[number * size : (number + 1) * size].any():
+                return number
+        return None
+
+    def _add_slab(self, number: int) -> None:
         partition, shape = self._partition, self._partition.facts.shape
-        number = next(n for n in range(len(partition.slabs) + 1) if n not in partition.slabs)
         table = partition.paths.table(number)
         slab = partition.paths.slab(number, partition.facts.page_axes)
         replace_file(table, bytes(table_nbytes(shape.slots)))
@@ -81,7 +95,7 @@ class Growth:
             return False, [], []
         number = max(idle)
         mine = range(number * size, (number + 1) * size)
-        busy = int((partition.pins > 0).sum())
+        busy = sum(slot not in partition.keys for slot in np.flatnonzero(partition.pins).tolist())
         surplus = len(partition.keys) + busy - (len(partition.slabs) - 1) * size
         lost: list[bytes] = []
         if surplus > 0:

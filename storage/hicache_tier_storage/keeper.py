@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.5
 _ACCESS_PUBLISH_S = 60
+_PUBLISHED_AT_ONCE = 4096
 
 
 class Keeper:
@@ -35,9 +36,14 @@ class Keeper:
             self._thread.join(timeout)
 
     def shrink(self) -> None:
-        """Give up slabs until the root is within a cap that was lowered. The lock must be held."""
-        while self._budget.over() and self._core.shed():
-            pass
+        """Give up slabs until the root is within a cap that was lowered. The lock must be held.
+
+        Those of writers that are gone go first, coldest first.
+        """
+        with self._budget.lock():
+            while self._budget.over():
+                if not self._budget.reclaim(self._writer.paths) and not self._core.shed():
+                    return
 
     def _run(self) -> None:
         while not self._stop.wait(_TICK_S):
@@ -46,7 +52,7 @@ class Keeper:
                 with self._core.lock:
                     if self._core.closed:
                         return
-                    self._core.publish_access(older_than_s=_ACCESS_PUBLISH_S)
+                    self._writer.publish_access(older_than_s=_ACCESS_PUBLISH_S, most=_PUBLISHED_AT_ONCE)
                     if asked:
                         self._core.shed()
             except Exception:  # noqa: BLE001 - whatever it is, the store goes on serving

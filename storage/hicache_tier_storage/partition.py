@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from contextlib import suppress
@@ -118,7 +119,7 @@ class PartitionFacts:
 def remove_slab(slab: Path, table: Path) -> None:
     """Unlink a slab, then its table, so that a crash between leaves a table without payload."""
     for path in (slab, table):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, IsADirectoryError):
             path.unlink()
 
 
@@ -172,8 +173,13 @@ class Partition:
         )
         slab_path = self.paths.slab(number, self.facts.page_axes)
         slab = StoreFile(slab_path, shape.file_nbytes, self._cache, writable=self.writable)
-        with slab.open(direct=False) as fd:
-            self._check_tail(fd, slab)
+        try:
+            with slab.open(direct=False) as fd:
+                self._check_tail(fd, slab)
+        except OSError as error:
+            if error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
+                raise SlabDamagedError(f"{slab_path.name} is no plain file") from error
+            raise
         self.tables.tables[number] = MappedTable(table)
         self.slabs[number] = slab
 
@@ -212,13 +218,16 @@ class Partition:
         return Pages(index.astype(np.int64) + number * self.facts.shape.slots, kept, keys_of(kept))
 
     def locate(self, slots: NDArray[np.int64]) -> tuple[list[StoreFile], NDArray[np.int64]]:
-        """Return file and byte offset of each slot."""
+        """Return file and byte offset of each slot; `SlabDamagedError` where a slab was let go of just now."""
         shape = self.facts.shape
         offsets = (slots % shape.slots) * shape.stride
         slabs = self.tables.slabs_of(slots)
-        if len(slabs) == 1:
-            return [self.slabs[slabs[0]]] * len(slots), offsets
-        return [self.slabs[number] for number in (slots // shape.slots).tolist()], offsets
+        try:
+            if len(slabs) == 1:
+                return [self.slabs[slabs[0]]] * len(slots), offsets
+            return [self.slabs[number] for number in (slots // shape.slots).tolist()], offsets
+        except KeyError as gone:
+            raise SlabDamagedError(f"slab {gone} is not there") from gone
 
     def close(self) -> None:
         """Unmap everything."""

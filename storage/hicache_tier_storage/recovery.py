@@ -8,10 +8,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from hicache_tier.errors import FormatVersionError, StoreError
 
-from .record import CHECKSUM_NONE, new_records
+from .record import (
+    CHECKSUM_NONE,
+    CHECKSUM_XXH3,
+    COMMITTED,
+    KEY_MAX_NBYTES,
+    RECORD_VERSION,
+    as_records,
+    as_words,
+    checksum_seed,
+    keys_of,
+    new_records,
+    seal,
+)
 from .slab import SlabDamagedError, SlabShape
 from .state import STATE_NBYTES, StateBlock, boot_id
 
@@ -81,8 +94,8 @@ def recover_pages(partition: Partition, *, most_slots: int, unclean: bool) -> Re
 
     Raises
     ------
-    PermissionError
-        Access denied is an error, not a loss.
+    OSError
+        Access denied, too many open files, a medium that cannot be read: errors, not losses.
     """
     found: list[Pages] = []
     size = partition.facts.shape.slots
@@ -91,20 +104,50 @@ def recover_pages(partition: Partition, *, most_slots: int, unclean: bool) -> Re
             if (number + 1) * size > most_slots:
                 raise SlabDamagedError(f"slab {number} lies beyond the array")  # noqa: TRY301
             partition.map_slab(number)
-        except PermissionError:
-            raise
-        except (SlabDamagedError, OSError) as error:
+        except SlabDamagedError as error:
             partition.report(str(error))
             partition.remove_slab_files(number)
             continue
+        _mend(partition, number)
         found.append(partition.pages_of(number))
     slots = np.concatenate([np.empty(0, np.int64), *(pages.slots for pages in found)])
     records = np.concatenate([new_records(0), *(pages.records for pages in found)])
     keys = [key for pages in found for key in pages.keys]
     usable = records["algorithm"] != CHECKSUM_NONE if unclean else np.ones(len(slots), np.bool_)
     order = _newest(keys, records["sequence"], usable)
-    order = order[np.lexsort((records["sequence"][order], records["access_s"][order]))]
+    # Within one batch the first page of a chain is the most recent one.
+    least_first = (~records["sequence"][order], records["created_ns"][order], records["access_s"][order])
+    order = order[np.lexsort(least_first)]
     return Recovered(slots[order], records[order], [keys[row] for row in order.tolist()])
+
+
+def _mend(partition: Partition, number: int) -> None:
+    """Complete records that a kill left while they were published anew, for an access time or a flag.
+
+    Such a record cannot be told from one whose payload was being overwritten, but for the payload: it is kept
+    where its checksum, which is bound to the key, is right.
+    """
+    words = partition.tables.tables[number].words
+    records = as_records(words.copy())
+    torn = (records["generation"] & 1 == 1) & (records["state"] == COMMITTED)
+    torn &= (records["algorithm"] == CHECKSUM_XXH3) & (records["key_nbytes"] - 1 < KEY_MAX_NBYTES)
+    index = np.flatnonzero(torn)
+    if not len(index):
+        return
+    slots = index + number * partition.facts.shape.slots
+    records = records[index]
+    files, offsets = partition.locate(slots)
+    whole = np.zeros(len(index), np.bool_)
+    with files[0].open(direct=False) as fd:
+        for row, (key, offset) in enumerate(zip(keys_of(records), offsets.tolist(), strict=True)):
+            payload = os.pread(fd, partition.facts.shape.page_nbytes, offset)
+            whole[row] = xxhash.xxh3_64_intdigest(payload, checksum_seed(key)) == records["checksum"][row]
+    slots, records = slots[whole], records[whole]
+    records["version"], records["valid_nbytes"] = RECORD_VERSION, partition.facts.shape.page_nbytes
+    records["reserved"] = 0
+    records["generation"] += 1
+    seal(records)
+    partition.tables.publish(slots, as_words(records))
 
 
 def _newest(

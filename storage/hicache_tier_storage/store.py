@@ -180,11 +180,13 @@ class PageStore:
         """
         putter, _ = self._writable()
         names = normalise_keys(keys)
-        heads = _parent_heads(names, parents)
+        parent_keys = _parent_keys(names, parents)
+        heads = [0 if parent is None else key_head(parent) for parent in parent_keys]
+        there = [parent for parent in parent_keys if parent is not None]
         addresses, nbytes = self._segments(host, pages, len(names))
         self._core.refresh()
         with self._core.session(), host.in_use():
-            return putter.put(Offer(names, heads, addresses, nbytes), pin=pin)
+            return putter.put(Offer(names, there, heads, addresses, nbytes), pin=pin)
 
     def get(self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike) -> list[PageStatus]:
         """Load pages into a host pool.
@@ -310,7 +312,7 @@ class PageStore:
             if not left:
                 try:
                     if core.writer is not None:
-                        core.publish_access(older_than_s=0)
+                        core.writer.publish_access(older_than_s=0)
                         core.writer.sync_and_close()
                 finally:
                     core.foreign.close()
@@ -373,12 +375,12 @@ class PageStore:
             core.writer.disown_lock()
 
 
-def _parent_heads(names: list[bytes], parents: Sequence[PageKey | None] | None) -> list[int]:
+def _parent_keys(names: list[bytes], parents: Sequence[PageKey | None] | None) -> list[bytes | None]:
     if parents is None:
-        return [0] * len(names)
+        return [None] * len(names)
     if len(parents) != len(names):
         raise InvalidArgumentError(f"{len(names)} keys need as many parents, got {len(parents)}.")
-    return [0 if parent is None else key_head(normalise_key(parent)) for parent in parents]
+    return [None if parent is None else normalise_key(parent) for parent in parents]
 
 
 def _disown_parents_stores() -> None:

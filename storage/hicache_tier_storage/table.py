@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import time
@@ -31,6 +32,10 @@ class MappedTable:
             self._fd = os.open(file.path, flags)
         except FileNotFoundError as error:
             raise SlabDamagedError(f"{file.path.name} is missing") from error
+        except OSError as error:
+            if error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
+                raise SlabDamagedError(f"{file.path.name} is no plain file") from error
+            raise
         try:
             file.check(self._fd)
             access = mmap.ACCESS_WRITE if file.writable else mmap.ACCESS_READ

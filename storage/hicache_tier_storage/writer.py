@@ -6,7 +6,9 @@ Not thread-safe: it is called under the store's lock, except where a method says
 from __future__ import annotations
 
 import heapq
+import logging
 import os
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,7 @@ from .growth import Growth
 from .journal import Journal
 from .metadata import replace_file
 from .partition import Partition, PartitionFacts, PartitionPaths
-from .record import COMMITTED, FLAG_PINNED, FREE, as_records, as_words, key_heads, new_records, seal
+from .record import COMMITTED, FLAG_PINNED, FREE, as_records, as_words, committed, key_heads, new_records, seal
 from .recovery import opened_state, recover_pages
 from .slab import FileCache, SlabDamagedError, SlabShape
 from .state import boot_id
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
 
     from .capacity import RootBudget
+
+_LOG = logging.getLogger(__name__)
+_REPUBLISHED_AT_ONCE = 64
 
 
 class WriterPartition(Partition):
@@ -100,7 +105,8 @@ class WriterPartition(Partition):
         self.pins: NDArray[np.int32] = np.zeros(0, np.int32)
         self.suspect: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.pinned: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._access: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._access: NDArray[np.uint64] = np.zeros(0, np.uint64)  # as the records say
+        self._used: NDArray[np.uint64] = np.zeros(0, np.uint64)  # as it is, in seconds
         self._free: list[int] = []
         self._limbo: set[int] = set()
         self.evictions = 0
@@ -114,8 +120,13 @@ class WriterPartition(Partition):
         self._journal = Journal(paths.journal, writable=True)
         self._growth = Growth(self, budget)
         most = max(self.capacity, old.capacity_nbytes // facts.shape.stride + size if old else 0)
-        self._load(most)
-        self._write_state(clean=False)
+        try:
+            self._load(most)
+            self._write_state(clean=False)
+        except BaseException:
+            self.close()
+            self._journal.close()
+            raise
         self._journal.invalidate()
         self._lock_fd = lock_fd
 
@@ -124,7 +135,7 @@ class WriterPartition(Partition):
         self.resize(max((number + 1 for number in self.slabs), default=0) * self.facts.shape.slots)
         self.keys = dict(zip(pages.slots.tolist(), pages.keys, strict=True))
         self.lru.restore(pages.slots, key_heads(pages.records), pages.records["parent"])
-        self._access[pages.slots] = pages.records["access_s"]
+        self._access[pages.slots] = self._used[pages.slots] = pages.records["access_s"]
         self.pinned[pages.slots] = pages.records["flags"] & FLAG_PINNED != 0
         self.suspect[pages.slots] = self._suspect_boot is not None
         self.sequence = max(self.sequence, int(pages.records["sequence"].max(initial=0)))
@@ -148,7 +159,13 @@ class WriterPartition(Partition):
             self.suspect = np.concatenate([self.suspect, np.zeros(extra, np.bool_)])
             self.pinned = np.concatenate([self.pinned, np.zeros(extra, np.bool_)])
             self._access = np.concatenate([self._access, np.zeros(extra, np.uint64)])
+            self._used = np.concatenate([self._used, np.zeros(extra, np.uint64)])
             self.lru.resize(slots)
+
+    def touch(self, slots: NDArray[np.int64]) -> None:
+        """Make pages recent: the first of the chain most."""
+        self.lru.touch(slots)
+        self._used[slots] = int(time.time())
 
     def allocate(self, count: int) -> tuple[NDArray[np.int64], list[bytes]]:
         """Take up to `count` slots: free ones, then a new slab, then evicted ones. They become pinned.
@@ -195,7 +212,7 @@ class WriterPartition(Partition):
         """Enter published pages in the book-keeping and tell other processes."""
         self.keys.update(zip(slots.tolist(), keys, strict=True))
         self.lru.add(slots, key_heads(records), records["parent"])
-        self._access[slots] = records["access_s"]
+        self._access[slots] = self._used[slots] = records["access_s"]
         self.pinned[slots] = records["flags"] & FLAG_PINNED != 0
         self._journal.append(slots)
 
@@ -221,6 +238,7 @@ class WriterPartition(Partition):
         self.lru.remove(gone)
         keys = [self.keys.pop(slot) for slot in gone]
         self.pinned[gone] = False
+        self.suspect[gone] = False
         self.give_back(gone)
         return keys
 
@@ -228,8 +246,8 @@ class WriterPartition(Partition):
         """Return slots that hold no page (any more): records first."""
         index = np.asarray(slots, np.int64)
         index = index[np.isin(index // self.facts.shape.slots, list(self.slabs))]
-        if not self.tables.damaged(index):
-            self._publish_free(index)
+        damaged = list(self.tables.damaged(index))
+        self._publish_free(index[~np.isin(index // self.facts.shape.slots, damaged)])
         for slot in index.tolist():
             if self.pins[slot]:
                 self._limbo.add(slot)
@@ -259,6 +277,7 @@ class WriterPartition(Partition):
         self.lru.remove(gone)
         keys = [self.keys.pop(slot) for slot in gone]
         self.pinned[mine.start : mine.stop] = False
+        self.suspect[mine.start : mine.stop] = False
         self._free = [slot for slot in self._free if slot not in mine]
         heapq.heapify(self._free)
         self._limbo = {slot for slot in self._limbo if slot not in mine}
@@ -286,33 +305,51 @@ class WriterPartition(Partition):
         self.tables.publish(slots, as_words(records))
         self._journal.append(slots)
 
-    def publish_access(self, slots: NDArray[np.int64], access_s: int, *, older_than_s: int) -> None:
-        """Re-publish the records of pages whose stored access time is older than that many seconds."""
-        slots = slots[[slot in self.keys for slot in slots.tolist()]]
-        old = self._access[slots] + np.uint64(older_than_s) < access_s + (older_than_s > 0)
-        slots = slots[old & (self.pins[slots] == 0)]
-        if not len(slots) or self.tables.damaged(slots):
-            return
-        records = as_records(self.tables.gather(slots))
-        records["access_s"] = access_s
-        self.publish(slots, records, self.tables.mark_writing(slots))
-        self._access[slots] = access_s
+    def publish_access(self, *, older_than_s: int, most: int | None = None) -> None:
+        """Re-publish the records of pages used more than that many seconds after what their records say.
+
+        With `most`, only so many: those whose records are oldest.
+        """
+        late = np.flatnonzero(self._used > self._access + np.uint64(older_than_s))
+        if most is not None and len(late) > most:
+            late = late[np.argpartition(self._access[late], most)[:most]]
+        late = late[[slot in self.keys and not self.pins[slot] for slot in late.tolist()]]
+        self._republish(late)
 
     def set_pinned(self, slots: NDArray[np.int64], *, pinned: bool) -> None:
         """Set or clear the flag that keeps pages from eviction, in the records too."""
-        if not len(slots) or self.tables.damaged(slots):
-            return
-        records = as_records(self.tables.gather(slots))
-        flags = records["flags"] & ~np.uint32(FLAG_PINNED)
-        records["flags"] = flags | np.uint32(FLAG_PINNED if pinned else 0)
-        self.publish(slots, records, self.tables.mark_writing(slots))
         self.pinned[slots] = pinned
+        self._republish(slots)
+
+    def _republish(self, slots: NDArray[np.int64]) -> None:
+        """Publish records anew with their access times and flags as they are now.
+
+        A few at a time: while they are being published, other processes must look again, and a kill leaves
+        them to be told good by their checksums.
+        """
+        for at in range(0, len(slots), _REPUBLISHED_AT_ONCE):
+            part = slots[at : at + _REPUBLISHED_AT_ONCE]
+            if self.tables.damaged(part):
+                continue  # whoever reads them next drops the slab
+            records = as_records(self.tables.gather(part))
+            good = committed(records, self.facts.shape.page_nbytes)
+            part, records = part[good], records[good]
+            if not len(part):
+                continue
+            records["access_s"] = self._used[part]
+            flags = records["flags"] & ~np.uint32(FLAG_PINNED)
+            records["flags"] = flags | np.where(self.pinned[part], np.uint32(FLAG_PINNED), np.uint32(0))
+            self.publish(part, records, self.tables.mark_writing(part))
+            self._access[part] = self._used[part]
 
     def move(self, slot: int, target: int) -> bool:
         """Copy a page to a free slot and let the new record take over; False where that failed."""
         nbytes = self.facts.shape.page_nbytes
         old, new = np.array([slot], np.int64), np.array([target], np.int64)
         files, offsets = self.locate(np.array([slot, target], np.int64))
+        if self.tables.damaged(np.array([slot, target], np.int64)):
+            self.give_back([target])
+            return False
         records = as_records(self.tables.gather(old))
         odd = self.tables.mark_writing(new)
         try:
@@ -322,6 +359,7 @@ class WriterPartition(Partition):
                 whole = len(payload) == nbytes == os.pwrite(fd, payload, int(offsets[1]))
         except (OSError, SlabDamagedError):
             whole = False
+        whole = whole and bool(committed(records, nbytes).all())
         if not whole:
             self.give_back([target])
             return False
@@ -329,9 +367,9 @@ class WriterPartition(Partition):
         self._journal.append(new)
         self.lru.move(slot, target)
         self.keys[target] = self.keys.pop(slot)
-        for column in (self._access, self.suspect, self.pinned):
+        for column in (self._access, self._used, self.suspect, self.pinned):
             column[target] = column[slot]
-        self.pinned[slot] = False
+        self.pinned[slot] = self.suspect[slot] = False
         self.give_back([slot])
         return True
 
@@ -355,13 +393,21 @@ class WriterPartition(Partition):
         replace_file(self.paths.state, self.state.pack())
 
     def sync_and_close(self) -> None:
-        """Sync slabs, then tables, then state that the partition is clean; let go of it."""
+        """Sync slabs, then tables, then state that the partition is clean; let go of it.
+
+        Where that fails the partition is left unclean, as a killed process would leave it.
+        """
+        clean = True
         try:
-            for slab in self.slabs.values():
-                slab.sync()
-            for table in self.tables.tables.values():
-                table.sync()
-            self._write_state(clean=True)
+            for file in (*self.slabs.values(), *self.tables.tables.values()):
+                try:
+                    file.sync()
+                except (SlabDamagedError, OSError) as error:
+                    clean = False
+                    _LOG.warning("%s: cannot be synced: %s", self.name, error)
+            self._write_state(clean=clean)
+        except OSError as error:
+            _LOG.warning("%s: cannot be closed cleanly: %s", self.name, error)
         finally:
             self.abandon()
 
