@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hicache_tier.errors import HiCacheTierError
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.host_pool import HostPool
 from hicache_tier_storage import PageStore, open_store
 from hicache_tier_storage.capacity import partition_paths
 from hicache_tier_storage.partition import PartitionFacts
 
+from .errors import BenchError
 from .peers import BareLoop, FileAPage, drop_cache, page_buffers
 from .timing import Contestant, Samples, ratio, take_turns
 
@@ -32,12 +32,6 @@ if TYPE_CHECKING:
 
 _BATCH = 128
 _HEAD_DIM, _KV_HEADS, _PAGE_TOKENS = 128, 4, 8
-
-
-class BenchError(HiCacheTierError, RuntimeError):
-    """The benchmark refuses to give figures."""
-
-    kind = "bench"
 
 
 @dataclass(frozen=True, slots=True)
