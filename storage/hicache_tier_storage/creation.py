@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hicache_tier.errors import FormatVersionError, StoreError
+from hicache_tier.errors import FormatVersionError, NotAStoreError, StoreError
 
 from .identity import FORMAT_NAME, FORMAT_VERSION
 from .metadata import (
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicache_tier.layout import Layout
+
+_OWN_FILE = re.compile(r"zarr\.json|c\.\d+(\.0)*")
 
 
 def lock_partition(space: Path, rank: str, pool: str) -> tuple[PartitionPaths, int, int]:
@@ -58,22 +61,33 @@ def existing_facts(paths: PartitionPaths, wanted: PartitionFacts) -> PartitionFa
     ------
     FormatVersionError
         For a partition of a later version; it is left as it is.
+    StoreError
+        Where it cannot be read; it is left as it is.
     """
-    for folder in (paths.root, paths.pages, paths.slots, paths.state.parent):
-        for leftover in folder.glob("*.tmp"):
-            leftover.unlink()
     try:
         facts = PartitionFacts.read(paths)
     except FormatVersionError:
         raise
-    except StoreError:
+    except StoreError as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error, NotAStoreError):
+            raise  # it cannot be read now (EMFILE, EIO, access denied): no reason to lose its pages
+        _remove_leftovers(paths)
         _wipe(paths)
         return None
+    _remove_leftovers(paths)
     fits = facts.shape.file_nbytes + table_nbytes(facts.shape.slots) <= wanted.capacity_nbytes
     if facts.geometry != wanted.geometry or facts.page_axes != wanted.page_axes or not fits:
         _wipe(paths)
         return None
     return facts
+
+
+def _remove_leftovers(paths: PartitionPaths) -> None:
+    """Remove what interrupted writes left."""
+    for folder in (paths.root, paths.pages, paths.slots, paths.state.parent):
+        for leftover in folder.glob("*.tmp"):
+            if _OWN_FILE.fullmatch(leftover.stem):
+                leftover.unlink()
 
 
 def _wipe(paths: PartitionPaths) -> None:
@@ -82,7 +96,8 @@ def _wipe(paths: PartitionPaths) -> None:
         (paths.root / "zarr.json").unlink()
     for number in paths.slab_numbers():
         for slab in paths.pages.glob(f"c.{number}.*"):
-            slab.unlink()
+            if _OWN_FILE.fullmatch(slab.name):
+                slab.unlink()
         paths.table(number).unlink()
 
 

@@ -43,6 +43,7 @@ class PageCheck:
         with suppress(FileNotFoundError):  # a live writer gave the slab up just now
             for path in self._paths:
                 self._files.append(open_file(path))
+            os.posix_fadvise(self._files[0], 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self
 
     def __exit__(self, *_: object) -> None:
