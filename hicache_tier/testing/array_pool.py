@@ -118,6 +118,4 @@ def blank_pages(host: Segmented, pages: Sequence[int], nbytes: int) -> None:
 
 def pages_equal(host: Segmented, pages: Sequence[int], keys: Sequence[bytes], nbytes: int) -> list[bool]:
     """Tell for each page whether it holds the content of its key."""
-    return [
-        read_page(host, page) == page_bytes(key, nbytes) for page, key in zip(pages, keys, strict=True)
-    ]
+    return [read_page(host, page) == page_bytes(key, nbytes) for page, key in zip(pages, keys, strict=True)]

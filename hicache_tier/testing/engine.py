@@ -117,7 +117,7 @@ class Memory:
 
     def page(self, number: int) -> bytes:
         """Return a page's bytes in stored order."""
-        return self._bytes[number, self._at].tobytes()
+        return bytes(self._bytes[number, self._at])
 
     def between_untouched(self) -> bool:
         """Whether the bytes outside all segments are as they were."""

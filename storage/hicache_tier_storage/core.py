@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from hicache_tier.errors import ClosedError
 
@@ -17,9 +14,10 @@ from .partition import Partition, ReaderPartition
 from .writer import WriterPartition
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from hicache_tier.geometry import KVGeometry
@@ -42,6 +40,8 @@ class StoreCore:
         Keys that a put of this process is storing now; `written` tells when some are done.
     closed : str
         Why the store cannot be used any more, or "".
+    when_idle : callable, optional
+        Called under the lock once the last call in flight has returned, after a `close` that gave up waiting.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StoreCore:
         self.engine = engine
         self.writer = writer
         self.foreign = foreign
-        self.lock = threading.Lock()
+        self._make_locks()
         self.index: dict[bytes, int] = {}
         if writer is not None:
             self.index = {key: slot for slot, key in writer.keys.items()}
@@ -66,9 +66,19 @@ class StoreCore:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.slabs_dropped = 0
         self.closed = ""
+        self.when_idle: Callable[[], None] | None = None
         self._users = 0
+
+    def _make_locks(self) -> None:
+        self.lock = threading.Lock()
         self._idle = threading.Condition(self.lock)
         self.written = threading.Condition(self.lock)
+
+    def after_fork(self, closed: str) -> None:
+        """Close for a child of fork; its parent's threads may have held the lock."""
+        self.closed = closed
+        self._users = 0
+        self._make_locks()
 
     def check_open(self) -> None:
         """Raise `ClosedError` where the store cannot be used any more."""
@@ -88,6 +98,9 @@ class StoreCore:
                 self._users -= 1
                 if not self._users:
                     self._idle.notify_all()
+                    if self.when_idle is not None:
+                        self.when_idle()
+                        self.when_idle = None
 
     def drain(self, timeout: float) -> int:
         """Wait under the lock for calls in flight; return how many are left after `timeout` seconds."""

@@ -63,7 +63,10 @@ class Growth:
         """Return a slab number that no I/O is under way in: a dropped slab's I/O may still be."""
         partition, size = self._partition, self._partition.facts.shape.slots
         for number in range(partition.capacity // size):
-            if number not in partition.slabs and not partition.pins[number * size : (number + 1) * size].any():
+            if (
+                number not in partition.slabs
+                and not partition.pins[number * size : (number + 1) * size].any()
+            ):
                 return number
         return None
 

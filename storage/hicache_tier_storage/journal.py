@@ -38,7 +38,7 @@ class Journal:
             if writable and not self._whole():
                 self._make()
             if not self._whole() or os.pread(self._fd, 8, 0) != _MAGIC:
-                raise OSError(f"{path} is not a journal of this version")
+                raise OSError(f"{path} is not a journal of this version")  # noqa: TRY301
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._map = mmap.mmap(self._fd, _NBYTES, access=access)
         except BaseException:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import humanfriendly
 
-from hicache_tier.errors import InvalidArgumentError, NotAStoreError, StoreError, StoreFullError
+from hicache_tier.errors import InvalidArgumentError, NotAStoreError, StoreError
 from hicache_tier.geometry import KVGeometry, PoolKind
 from hicache_tier.layout import Layout
 
@@ -21,11 +21,11 @@ from .foreign import ForeignPages
 from .identity import Identity
 from .metadata import group_document, plain_group_document, read_attributes, write_document
 from .posix import PosixEngine
-from .probe import choose_engine, is_network
+from .probe import check_engine, choose_engine, is_network, one_of
 from .slab import FileCache
 from .state import boot_id
 from .store import PageStore
-from .writer import WriterPartition
+from .writer import WriterPartition, check_capacity
 
 if TYPE_CHECKING:
     from .engine import ByteEngine
@@ -44,12 +44,12 @@ def parse_capacity(value: object, root: Path) -> int:
     if isinstance(value, str):
         try:
             nbytes = humanfriendly.parse_size(value)
-        except humanfriendly.InvalidSize as error:
+        except (humanfriendly.InvalidSize, ValueError, OverflowError) as error:
             raise InvalidArgumentError(
                 f"capacity_bytes {value!r} is not a size such as '100 GiB'."
             ) from error
-    elif isinstance(value, int) and not isinstance(value, bool):
-        nbytes = value
+    elif hasattr(value, "__index__") and not isinstance(value, bool):
+        nbytes = value.__index__()
     else:
         raise InvalidArgumentError(f"capacity_bytes must be bytes or text such as '100 GiB', got {value!r}.")
     if nbytes <= 0:
@@ -166,6 +166,7 @@ def open_store(
         raise InvalidArgumentError(f"geometry must be a KVGeometry, got {type(geometry).__name__}.")
     layout = Layout.parse(layout)
     _check_options(geometry, layout, verify)
+    check_engine(engine, io_mode, threads)
     pool = _pool_name(pool, geometry)
     identity = Identity.build(
         geometry,
@@ -182,25 +183,20 @@ def open_store(
         pp=pp,
         cp=cp,
     )
-    path = Path(root).absolute()
+    path = _root_path(root)
     capacity_nbytes = parse_capacity(capacity_bytes, path)
+    if not read_only:
+        check_capacity(geometry.page_nbytes, capacity_nbytes)
     check_root(path, create=not read_only)
     if (path / identity.namespace / "zarr.json").exists():
         read_attributes(path / identity.namespace)  # refuses a later version
-    if not read_only:
-        _prepare(path, capacity_nbytes, geometry)
-    if isinstance(engine, str):
-        chosen: ByteEngine = (
-            PosixEngine(direct=False, threads=threads)  # a probe would have to write
-            if read_only
-            else choose_engine(path, engine, io_mode, threads)
-        )
-    else:
-        chosen = engine
-    budget = RootBudget(path, capacity_nbytes)
+    chosen = _engine(path, engine, io_mode, threads, read_only=read_only)
     cache = FileCache(file_limit())
     writer = None
     try:
+        if not read_only:
+            _make_root(path)
+        budget = RootBudget(path, capacity_nbytes)
         if not read_only:
             writer = _take_partition(budget, identity, layout, cache)
         foreign = ForeignPages(
@@ -234,11 +230,20 @@ def open_store(
         raise
 
 
+def _engine(
+    path: Path, engine: str | ByteEngine, io_mode: str, threads: int | None, *, read_only: bool
+) -> ByteEngine:
+    if not isinstance(engine, str):
+        return engine
+    if read_only:
+        return PosixEngine(direct=False, threads=threads)  # a probe would have to write
+    return choose_engine(path, engine, io_mode, threads)
+
+
 def _check_options(geometry: KVGeometry, layout: Layout, verify: str) -> None:
     if layout is Layout.PAGE_HEAD and geometry.kind is not PoolKind.MHA:
         raise InvalidArgumentError(f"page_head needs heads; {geometry.kind.value} pools have none.")
-    if verify not in VERIFY:
-        raise InvalidArgumentError(f"verify {verify!r} is not known. Allowed: {', '.join(VERIFY)}.")
+    one_of("verify", verify, VERIFY)
 
 
 def _pool_name(pool: object, geometry: KVGeometry) -> str:
@@ -249,12 +254,13 @@ def _pool_name(pool: object, geometry: KVGeometry) -> str:
     return pool
 
 
-def _prepare(path: Path, capacity_nbytes: int, geometry: KVGeometry) -> None:
-    """Create the root directory."""
-    if capacity_nbytes < geometry.page_nbytes:
-        raise StoreFullError(
-            f"capacity_bytes={capacity_nbytes} holds no page of {geometry.page_nbytes} bytes."
-        )
+def _root_path(root: object) -> Path:
+    if not isinstance(root, str | os.PathLike) or not os.fspath(root) or "\0" in str(root):
+        raise InvalidArgumentError(f"root must be the path of a directory, got {root!r}.")
+    return Path(root).absolute()
+
+
+def _make_root(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

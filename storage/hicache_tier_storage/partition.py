@@ -213,12 +213,13 @@ class Partition:
         """Return the committed pages of a mapped slab (copies of their records); `words` is its table."""
         words = self.tables.tables[number].words.copy() if words is None else words
         records = as_records(words)
-        index = np.flatnonzero(committed(records, self.facts.shape.page_nbytes))
-        kept = records[index]
+        good = committed(records, self.facts.shape.page_nbytes)
+        index = np.flatnonzero(good)
+        kept = records if good.all() else records[good]
         return Pages(index.astype(np.int64) + number * self.facts.shape.slots, kept, keys_of(kept))
 
     def locate(self, slots: NDArray[np.int64]) -> tuple[list[StoreFile], NDArray[np.int64]]:
-        """Return file and byte offset of each slot; `SlabDamagedError` where a slab was let go of just now."""
+        """Return file and byte offset of each slot; `SlabDamagedError` where a slab was let go of."""
         shape = self.facts.shape
         offsets = (slots % shape.slots) * shape.stride
         slabs = self.tables.slabs_of(slots)

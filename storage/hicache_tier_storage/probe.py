@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
+import errno
 import mmap
 import os
-import tempfile
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError, StoreError
 
+from .engine import ByteEngine
 from .posix import PosixEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _FILESYSTEMS = {
     0xEF53: "ext4",
@@ -73,12 +77,7 @@ def _existing_parent(directory: Path) -> Path:
 def _try(directory: Path, flags: int) -> str:
     """Write and read one aligned page; return "" or why it does not work."""
     try:
-        fd, name = tempfile.mkstemp(prefix=".hct-probe-", dir=directory)
-    except OSError as error:
-        return f"the directory cannot be written: {error.strerror}"
-    try:
-        os.close(fd)
-        fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | flags)
+        fd = _nameless(directory, flags)
         try:
             buffer = mmap.mmap(-1, 8192)
             buffer[:4096] = os.urandom(4096)
@@ -91,11 +90,23 @@ def _try(directory: Path, flags: int) -> str:
         finally:
             os.close(fd)
     except OSError as error:
-        return f"refused: {error.strerror}"
-    finally:
-        with suppress(OSError):
-            Path(name).unlink()
+        denied = error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT}
+        return f"{'the directory cannot be written' if denied else 'refused'}: {error.strerror}"
     return ""
+
+
+def _nameless(directory: Path, flags: int) -> int:
+    """Open a new file that is in no directory, so that nothing is left behind whatever happens."""
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}:
+            raise
+    name = directory / f".hct-probe-{os.getpid()}"
+    fd = os.open(name, flags | os.O_CREAT, 0o600)
+    name.unlink()
+    return fd
 
 
 def probe_engines(directory: str | os.PathLike[str]) -> list[EngineProbe]:
@@ -124,6 +135,23 @@ def probe(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [asdict(row) for row in probe_engines(directory)]
 
 
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise `InvalidArgumentError`, naming the nearest, unless `value` is one of `allowed`."""
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InvalidArgumentError(f"{name} {value!r} is not known.{hint} Allowed: {', '.join(allowed)}.")
+
+
+def check_engine(engine: object, io_mode: object, threads: object) -> None:
+    """Refuse what `choose_engine` does not know, before anything is touched."""
+    if not isinstance(engine, ByteEngine):
+        one_of("engine", engine, ENGINES)
+    one_of("io_mode", io_mode, IO_MODES)
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise InvalidArgumentError(f"threads must be a whole number above 0, got {threads!r}.")
+
+
 def choose_engine(directory: Path, engine: str, io_mode: str, threads: int | None) -> PosixEngine:
     """Make the engine for a directory, as asked or as the probe finds it.
 
@@ -134,12 +162,7 @@ def choose_engine(directory: Path, engine: str, io_mode: str, threads: int | Non
     EngineUnavailableError
         Where what was insisted on does not work here; the message says why.
     """
-    if engine not in ENGINES:
-        raise InvalidArgumentError(f"engine {engine!r} is not known. Allowed: {', '.join(ENGINES)}.")
-    if io_mode not in IO_MODES:
-        raise InvalidArgumentError(f"io_mode {io_mode!r} is not known. Allowed: {', '.join(IO_MODES)}.")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise InvalidArgumentError(f"threads must be a whole number above 0, got {threads!r}.")
+    check_engine(engine, io_mode, threads)
     rows = probe_engines(directory)
     for row in rows:
         wanted = row.chosen if io_mode == "auto" else row.mode == io_mode

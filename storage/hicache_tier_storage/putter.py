@@ -159,7 +159,7 @@ class Putter:
                     status[at] = failed("lost_race")
 
     def _allocate(self, count: int, kept: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Allocate on undamaged slabs; evicted pages leave the index. Unpins `kept` where there is no slot."""
+        """Allocate on undamaged slabs; evicted pages leave the index. Without any, `kept` is unpinned."""
         core, writer = self._core, self._writer
         while True:
             slots, evicted = writer.allocate(count)

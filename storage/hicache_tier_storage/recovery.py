@@ -16,6 +16,7 @@ from .record import (
     CHECKSUM_NONE,
     CHECKSUM_XXH3,
     COMMITTED,
+    GENERATION_WORD,
     KEY_MAX_NBYTES,
     RECORD_VERSION,
     as_records,
@@ -78,11 +79,12 @@ def opened_state(
 
 @dataclass(slots=True)
 class Recovered:
-    """Pages to keep, least recent first."""
+    """Pages to keep; `order` lists their rows, least recent first."""
 
     slots: NDArray[np.int64]
     records: NDArray[np.void]
     keys: list[bytes]
+    order: NDArray[np.int64]
 
 
 def recover_pages(partition: Partition, *, most_slots: int, unclean: bool) -> Recovered:
@@ -114,11 +116,12 @@ def recover_pages(partition: Partition, *, most_slots: int, unclean: bool) -> Re
     records = np.concatenate([new_records(0), *(pages.records for pages in found)])
     keys = [key for pages in found for key in pages.keys]
     usable = records["algorithm"] != CHECKSUM_NONE if unclean else np.ones(len(slots), np.bool_)
-    order = _newest(keys, records["sequence"], usable)
+    if not usable.all() or len(set(keys)) < len(keys):
+        rows = _newest(keys, records["sequence"], usable)
+        slots, records, keys = slots[rows], records[rows], [keys[row] for row in rows.tolist()]
     # Within one batch the first page of a chain is the most recent one.
-    least_first = (~records["sequence"][order], records["created_ns"][order], records["access_s"][order])
-    order = order[np.lexsort(least_first)]
-    return Recovered(slots[order], records[order], [keys[row] for row in order.tolist()])
+    order = np.lexsort((~records["sequence"], records["created_ns"], records["access_s"]))
+    return Recovered(slots, records, keys, order)
 
 
 def _mend(partition: Partition, number: int) -> None:
@@ -128,6 +131,8 @@ def _mend(partition: Partition, number: int) -> None:
     where its checksum, which is bound to the key, is right.
     """
     words = partition.tables.tables[number].words
+    if not (words[:, GENERATION_WORD] & 1).any():
+        return
     records = as_records(words.copy())
     torn = (records["generation"] & 1 == 1) & (records["state"] == COMMITTED)
     torn &= (records["algorithm"] == CHECKSUM_XXH3) & (records["key_nbytes"] - 1 < KEY_MAX_NBYTES)
@@ -154,8 +159,6 @@ def _newest(
     keys: Sequence[bytes], sequence: NDArray[np.uint64], usable: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """Rows of the highest commit sequence of each key."""
-    if usable.all() and len(set(keys)) == len(keys):
-        return np.arange(len(keys))
     rows = np.argsort(sequence, kind="stable")
     rows = rows[usable[rows]]
     newest = {keys[row]: row for row in rows.tolist()}  # later rows take over

@@ -309,17 +309,26 @@ class PageStore:
         with core.lock:
             left = core.drain(timeout)
             _OPEN.discard(self)
-            if not left:
-                try:
-                    if core.writer is not None:
-                        core.writer.publish_access(older_than_s=0)
-                        core.writer.sync_and_close()
-                finally:
-                    core.foreign.close()
-                    core.engine.close()
-                    self._cache.close()
+            if left:
+                core.when_idle = self._let_go  # the last call to return does it
+            else:
+                self._let_go(clean=True)
         if left:
             _LOG.error("%s: %d calls did not return within %.0f s: abandoned", self.root, left, timeout)
+
+    def _let_go(self, *, clean: bool = False) -> None:
+        """Give back what the store holds. The lock must be held, and no call be in flight."""
+        core = self._core
+        try:
+            if core.writer is not None and clean:
+                core.writer.publish_access(older_than_s=0)
+                core.writer.sync_and_close()
+            elif core.writer is not None:
+                core.writer.abandon()
+        finally:
+            core.foreign.close()
+            core.engine.close()
+            self._cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -370,7 +379,8 @@ class PageStore:
     def _after_fork(self) -> None:
         """Let a child of fork use nothing of its parent's."""
         core = self._core
-        core.closed = "the store was opened by another process; open it again in this one"
+        core.after_fork("the store was opened by another process; open it again in this one")
+        self._cache.after_fork()
         if core.writer is not None:
             core.writer.disown_lock()
 

@@ -22,7 +22,17 @@ from .growth import Growth
 from .journal import Journal
 from .metadata import replace_file
 from .partition import Partition, PartitionFacts, PartitionPaths
-from .record import COMMITTED, FLAG_PINNED, FREE, as_records, as_words, committed, key_heads, new_records, seal
+from .record import (
+    COMMITTED,
+    FLAG_PINNED,
+    FREE,
+    as_records,
+    as_words,
+    committed,
+    key_heads,
+    new_records,
+    seal,
+)
 from .recovery import opened_state, recover_pages
 from .slab import FileCache, SlabDamagedError, SlabShape
 from .state import boot_id
@@ -85,13 +95,7 @@ class WriterPartition(Partition):
         budget: RootBudget,
         cache: FileCache,
     ) -> None:
-        shape = SlabShape.choose(geometry.page_nbytes, budget.capacity_nbytes)
-        least = shape.file_nbytes + table_nbytes(shape.slots)
-        if budget.capacity_nbytes < least:
-            raise StoreFullError(
-                f"capacity_bytes={budget.capacity_nbytes} holds no page of {geometry.page_nbytes} bytes; "
-                f"at least {least} are needed."
-            )
+        shape = check_capacity(geometry.page_nbytes, budget.capacity_nbytes)
         axes = len(layout.page_shape(geometry))
         facts = PartitionFacts(rank, writer, pool, budget.capacity_nbytes, geometry, axes, shape)
         old = existing_facts(paths, facts)
@@ -134,7 +138,8 @@ class WriterPartition(Partition):
         pages = recover_pages(self, most_slots=most_slots, unclean=self._suspect_boot is not None)
         self.resize(max((number + 1 for number in self.slabs), default=0) * self.facts.shape.slots)
         self.keys = dict(zip(pages.slots.tolist(), pages.keys, strict=True))
-        self.lru.restore(pages.slots, key_heads(pages.records), pages.records["parent"])
+        heads, parents = key_heads(pages.records), pages.records["parent"]
+        self.lru.restore(pages.slots[pages.order], heads[pages.order], parents[pages.order])
         self._access[pages.slots] = self._used[pages.slots] = pages.records["access_s"]
         self.pinned[pages.slots] = pages.records["flags"] & FLAG_PINNED != 0
         self.suspect[pages.slots] = self._suspect_boot is not None
@@ -399,9 +404,12 @@ class WriterPartition(Partition):
         """
         clean = True
         try:
-            for file in (*self.slabs.values(), *self.tables.tables.values()):
+            for sync in [
+                *(slab.sync for slab in self.slabs.values()),
+                *(table.sync for table in self.tables.tables.values()),
+            ]:
                 try:
-                    file.sync()
+                    sync()
                 except (SlabDamagedError, OSError) as error:
                     clean = False
                     _LOG.warning("%s: cannot be synced: %s", self.name, error)
@@ -422,3 +430,21 @@ class WriterPartition(Partition):
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def check_capacity(page_nbytes: int, capacity_nbytes: int) -> SlabShape:
+    """Return the shape of the slabs of a new partition.
+
+    Raises
+    ------
+    StoreFullError
+        Where the capacity holds no page.
+    """
+    shape = SlabShape.choose(page_nbytes, capacity_nbytes)
+    least = shape.file_nbytes + table_nbytes(shape.slots)
+    if capacity_nbytes < least:
+        raise StoreFullError(
+            f"capacity_bytes={capacity_nbytes} holds no page of {page_nbytes} bytes; "
+            f"at least {least} are needed."
+        )
+    return shape
