@@ -198,9 +198,9 @@ def _verdict(report: DemoReport) -> Text:
     saved = report.cold_seconds / report.warm_seconds
     text = Text.assemble(
         ("tokens equal", "bold green"),
-        ", KV bytes equal, argmax of the logits equal at every step; "
+        ", KV bytes equal, argmax of the logits equal at every step\n",
         f"{saved:.1f} times faster to the first token\n",
-        ("written  ", "dim"),
+        ("written: ", "dim"),
         report.cold["text"].strip(),
     )
     if report.root:
