@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from .options import DemoOptions
 
+_LEAVING_SECONDS = 60.0
 _GRACE_SECONDS = 5.0
 _LAST_WORDS = 12
 
@@ -84,14 +85,18 @@ def _run_worker(job: Job, scratch: Path, say: Callable[[str], None]) -> dict[str
 
 @contextmanager
 def _process(command: list[str], log: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a child; on the way out wait for it, or end it where the body did not get that far."""
+    """Run a child; on the way out wait for it a while, or end it at once where the body did not get that far.
+
+    A worker that has said what it found only has memory to give back, which can take seconds.
+    """
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
     )
     try:
         yield process
-        process.wait(_GRACE_SECONDS)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LEAVING_SECONDS)
     finally:
         if process.poll() is None:
             process.terminate()
