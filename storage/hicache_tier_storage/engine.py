@@ -79,7 +79,7 @@ class ByteEngine(Protocol):
 def moved(engine: ByteEngine, batch: PageBatch, *, write: bool) -> list[str]:
     """Let an engine move a batch; whatever it raises, or answers too briefly, becomes every page's reason."""
     try:
-        reasons = engine.write(batch) if write else engine.read(batch)
+        reasons = list(engine.write(batch) if write else engine.read(batch))
     except Exception as error:  # noqa: BLE001 - the engine may be anybody's
         _LOG.exception("engine %s failed", engine.name)
         return [f"engine_error: {type(error).__name__}: {error}"] * len(batch)

@@ -120,7 +120,11 @@ class PageStore:
         own, foreign = self._core.index, self._core.foreign.index
         count = 0
         for key in keys:
-            if key not in own and key not in foreign:
+            try:
+                there = key in own or key in foreign
+            except TypeError:  # a bytearray, or no key at all
+                there = False
+            if not there:
                 name = normalise_key(key)
                 if name is key or (name not in own and name not in foreign):
                     break

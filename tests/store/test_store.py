@@ -1,0 +1,214 @@
+"""The slab store passes the suite that ships, for every layout and kind of pool, and in every I/O mode."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hicache_tier.errors import ClosedError
+from hicache_tier.geometry import KVGeometry
+from hicache_tier.layout import Layout
+from hicache_tier.testing.array_pool import ArrayPool, fill_pages, pages_equal
+from hicache_tier.testing.store import PageStoreSuite
+from hicache_tier.testing.store_rig import GEOMETRY, PAGE_NBYTES
+from hicache_tier_storage import open_store
+from hicache_tier_storage.probe import probe_engines
+
+
+class Buffered(PageStoreSuite):
+    io_mode = "buffered"
+
+    def open_store(self, root):
+        room = 256 * max(8192, self.geometry.page_nbytes)
+        return open_store(root, self.geometry, self.layout, capacity_bytes=room, io_mode=self.io_mode)
+
+
+class TestPageFirst(Buffered):
+    pass
+
+
+class InMemory(Buffered):
+    @pytest.fixture
+    def tmp_path(self, memory_path):
+        return memory_path
+
+
+class TestDirectIo(Buffered):
+    layout = Layout.LAYER_FIRST
+    geometry = KVGeometry.mha(num_layers=3, num_kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=8)
+
+    @pytest.fixture(autouse=True)
+    def direct(self, tmp_path, monkeypatch):
+        row = next(row for row in probe_engines(tmp_path) if row.mode == "direct")
+        if not row.usable:
+            pytest.skip(f"O_DIRECT does not work here: {row.reason}")
+        monkeypatch.setattr(type(self), "io_mode", "direct")
+
+
+class TestLayerFirst(InMemory):
+    layout = Layout.LAYER_FIRST
+
+
+class TestPageFirstDirect(InMemory):
+    layout = Layout.PAGE_FIRST_DIRECT
+
+
+class TestPageHead(InMemory):
+    layout = Layout.PAGE_HEAD
+
+
+class TestMla(InMemory):
+    geometry = KVGeometry.mla(num_layers=3, latent_dim=72, dtype="float8_e4m3fn", page_tokens=4)
+
+
+class TestIndexer(InMemory):
+    geometry = KVGeometry.indexer(num_layers=2, bytes_per_token=132, page_tokens=8)
+
+
+class TestWideK(InMemory):
+    layout = Layout.LAYER_FIRST
+    geometry = KVGeometry.mha(
+        num_layers=2, num_kv_heads=2, head_dim=192, v_head_dim=128, dtype="float16", page_tokens=2
+    )
+
+
+def test_layouts_that_store_the_same_bytes_read_each_other(tmp_path, keys):
+    geometry = TestPageFirst.geometry
+    nbytes = geometry.page_nbytes
+    for layout in ("layer_first", "page_first_direct"):
+        host = ArrayPool(geometry, layout, 8)
+        with open_store(tmp_path, geometry, layout, capacity_bytes="1 MiB") as store:
+            if layout == "layer_first":
+                fill_pages(host, range(8), keys[:8], nbytes)
+                assert all(store.put(keys[:8], host, range(8)))
+            else:
+                assert all(store.get(keys[:8], host, range(8)))
+                assert all(pages_equal(host, range(8), keys[:8], nbytes))
+
+
+def test_verdicts_say_why_and_are_counted(shop, keys):
+    store = shop.open()
+    assert shop.put(store, keys[:2]) == ["stored", "stored"]
+    assert shop.put(store, keys[:3]) == ["already_stored", "already_stored", "stored"]
+    assert shop.get(store, keys[2:4]) == ["loaded", "absent"]
+    assert [s.reason for s in store.delete(keys[2:4])] == ["deleted", "absent"]
+    stats = store.stats()
+    assert stats["put"] == {"stored": 3, "already_stored": 2}
+    assert stats["get"] == {"loaded": 1, "absent": 1}
+    assert stats["delete"] == {"deleted": 1, "absent": 1}
+    assert stats["pages"] == len(store) == 2
+
+
+def test_read_only_reads_what_others_write_and_changes_nothing(shop, keys, tmp_path):
+    writer = shop.open()
+    shop.put(writer, keys[:4])
+    before = sorted(tmp_path.rglob("*"))
+    reader = shop.open(read_only=True)
+    assert shop.get(reader, keys[:5]) == ["loaded"] * 4 + ["absent"]
+    for call in (lambda: shop.put(reader, keys), lambda: reader.delete(keys), reader.clear):
+        with pytest.raises(ValueError, match="read-only"):
+            call()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+class Hanging:
+    """An engine that waits in every call until it is let go."""
+
+    name, mode = "hanging", "never"
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.inside = threading.Event()
+        self.closed = False
+
+    def write(self, batch):
+        self.inside.set()
+        self.go.wait(20)
+        return [""] * len(batch)
+
+    read = write
+
+    def close(self):
+        self.closed = True
+
+
+def test_close_gives_up_on_a_call_that_hangs_and_its_end_cleans_up(shop, keys, caplog):
+    engine = Hanging()
+    store = shop.open(engine=engine)
+    caller = threading.Thread(target=shop.put, args=(store, keys[:2]))
+    caller.start()
+    assert engine.inside.wait(5)
+    store.close(0.2)
+    assert "did not return" in caplog.text
+    assert not engine.closed
+    with pytest.raises(ClosedError):
+        shop.get(store, keys[:1])
+    engine.go.set()
+    caller.join(5)
+    assert not caller.is_alive()
+    assert engine.closed
+    again = shop.open()  # the lock was given back: the same partition
+    assert again.stats()["partition"] == store.stats()["partition"]
+
+
+@pytest.mark.parametrize("fault", ["raise", "short", "none"])
+def test_an_engine_that_breaks_its_contract_costs_its_pages_only(shop, keys, fault):
+    class Broken(Hanging):
+        def write(self, batch):
+            if fault == "raise":
+                raise RuntimeError("boom")
+            return None if fault == "none" else [""] * (len(batch) - 1)
+
+        read = write
+
+    store = shop.open(engine=Broken())
+    pages = store.stats()["pages"]
+    for _ in range(70):  # more than there are slots: none is lost
+        reasons = {reason.partition(":")[0] for reason in shop.put(store, keys[:4])}
+        assert reasons == {"engine_error"}
+    assert store.stats()["pages"] == pages == 0
+    assert not store._core.writing
+    assert not store._core.writer.pins.any()
+    store._core.engine = shop.open(tenant="other")._core.engine
+    assert shop.put(store, keys[:4]) == ["stored"] * 4
+    store._core.engine = Broken()
+    assert {reason.partition(":")[0] for reason in shop.get(store, keys[:4])} == {"engine_error"}
+    assert not store._core.writer.pins.any()
+
+
+def test_a_lost_race_learns_whether_the_winner_stored_it(shop, keys):
+    class Slow(Hanging):
+        def write(self, batch):
+            super().write(batch)
+            return ["disk_full"] * len(batch)
+
+    engine = Slow()
+    store = shop.open(engine=engine)
+    verdicts = {}
+    host = ArrayPool(GEOMETRY, "page_first", 2)
+    fill_pages(host, [0], keys[:1], PAGE_NBYTES)
+
+    def put(name):
+        verdicts[name] = store.put(keys[:1], host, [0])[0]
+
+    first, second = (threading.Thread(target=put, args=(name,)) for name in "ab")
+    first.start()
+    assert engine.inside.wait(5)
+    second.start()
+    engine.go.set()
+    first.join(5)
+    second.join(5)
+    assert not any(verdicts.values())
+    assert {verdict.reason for verdict in verdicts.values()} <= {"disk_full", "lost_race"}
+    assert store.match_prefix(keys[:1]) == 0
+
+
+def test_keys_of_other_types_that_dictionaries_refuse(shop):
+    store = shop.open()
+    key = bytearray(b"abc")
+    assert shop.put(store, [bytes(key)]) == ["stored"]
+    assert store.match_prefix([key]) == 1
+    assert store.contains([memoryview(key)]) == [True]
+    with pytest.raises(ValueError, match="key"):
+        store.match_prefix([[1]])
