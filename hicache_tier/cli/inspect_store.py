@@ -12,7 +12,7 @@ from .output import age, json_option, print_json, show, size, table
 _COUNTS = ("rank", "writer", "pool", "state", ">pages", ">bytes", ">capacity", ">full")
 _CHAINS = ("created", "used", ">prefixes", ">longest", ">orphans")
 _FIRST = ("model", "revision", "adapter")
-_APART = ("geometry", "parallel", "format", "version")
+_APART = ("pools", "parallel", "format", "version")
 
 
 @click.command("inspect", short_help="Show what a store holds.")
@@ -63,8 +63,7 @@ def _lines(identity: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [(n.replace("_", " "), str(identity[n])) for n in names if identity.get(n) not in unset]
     if identity.get("parallel"):
         lines.append(("parallel", ", ".join(f"{k} {v}" for k, v in identity["parallel"].items())))
-    if identity.get("geometry"):
-        lines.append(("page", _geometry(identity["geometry"])))
+    lines += [(f"{name} page", _geometry(pool)) for name, pool in identity.get("pools", {}).items()]
     return lines
 
 

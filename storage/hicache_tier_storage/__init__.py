@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from .engine import ByteEngine, PageBatch
 from .opening import open_store
+from .pool_set import match_pools, usable_prefix
 from .status import PageStatus
 from .store import HostPages, PageStore
 
-__all__ = ["ByteEngine", "HostPages", "PageBatch", "PageStatus", "PageStore", "open_store"]
+__all__ = [
+    "ByteEngine",
+    "HostPages",
+    "PageBatch",
+    "PageStatus",
+    "PageStore",
+    "match_pools",
+    "open_store",
+    "usable_prefix",
+]

@@ -56,6 +56,8 @@ class Identity:
         store the same bytes and share it.
     pool : str
         Name of the pool (`kv`, `indexer`, ...).
+    beside : tuple of (str, KVGeometry)
+        Names and geometries of the other pools of the set; each is a partition beside this one.
     model, revision, adapter, rope, scales, key_algorithm : str or None
         Absent (None) differs from empty.
     tenant : str or None
@@ -74,6 +76,7 @@ class Identity:
     tp: Coordinate
     pp: Coordinate
     cp: Coordinate
+    beside: tuple[tuple[str, KVGeometry], ...] = ()
     scales: str | None = None
     rope: str | None = None
     key_algorithm: str | None = "sha256-chain"
@@ -95,9 +98,14 @@ class Identity:
         return cls(geometry=geometry, axis_order=layout.page_axes, **fields)
 
     @property
+    def pools(self) -> dict[str, KVGeometry]:
+        """Every pool of the set, by name."""
+        return dict(sorted([(self.pool, self.geometry), *self.beside]))
+
+    @property
     def replicated(self) -> tuple[str, ...]:
-        """Parallel axes over which every rank holds the same bytes."""
-        return () if self.geometry.kind is PoolKind.MHA else ("tp",)
+        """Parallel axes over which every rank holds the same bytes of this pool."""
+        return _replicated(self.geometry)
 
     @property
     def coordinates(self) -> tuple[Coordinate, ...]:
@@ -120,26 +128,24 @@ class Identity:
         return digest.hexdigest()[:32]
 
     def _fields(self) -> list[tuple[str, str | None]]:
-        geometry = self.geometry
-        parts = ",".join(f"{c.name}:{c.heads}x{c.width}" for c in geometry.components)
         return [
             ("model", self.model),
             ("revision", self.revision),
-            ("pool", self.pool),
-            ("dtype", geometry.dtype.label),
             ("scales", self.scales),
-            ("kind", geometry.kind.value),
-            ("layers", str(geometry.num_layers)),
-            ("components", parts),
-            ("page_tokens", str(geometry.page_tokens)),
-            ("rows", str(geometry.rows)),
+            *(field for name, geometry in self.pools.items() for field in _pool_fields(name, geometry)),
             ("axis_order", self.axis_order),
-            *((f"{c.axis}_size", str(c.size)) for c in self.coordinates),
+            *((f"{axis}_size", str(size)) for axis, size in self._parallel.items()),
             ("rope", self.rope),
             ("key_algorithm", self.key_algorithm),
             ("tenant", self.tenant),
             ("adapter", self.adapter),
         ]
+
+    @property
+    def _parallel(self) -> dict[str, int]:
+        """Sizes of the axes that change the bytes of any pool of the set."""
+        same = set.intersection(*(set(_replicated(geometry)) for geometry in self.pools.values()))
+        return {c.axis: c.size for c in (self.tp, self.pp, self.cp) if c.axis not in same}
 
     def as_attributes(self) -> dict[str, Any]:
         """Readable form, kept in the namespace group's attributes; the tenant's salt as a digest."""
@@ -149,14 +155,29 @@ class Identity:
             "version": FORMAT_VERSION,
             "model": self.model,
             "revision": self.revision,
-            "pool": self.pool,
-            "geometry": self.geometry.as_dict(),
+            "pools": {name: geometry.as_dict() for name, geometry in self.pools.items()},
             "axis_order": self.axis_order,
             "scales": self.scales,
             "rope": self.rope,
             "key_algorithm": self.key_algorithm,
             "tenant_sha256": tenant,
             "adapter": self.adapter,
-            "parallel": {c.axis: c.size for c in self.coordinates},
-            "replicated": list(self.replicated),
+            "parallel": self._parallel,
         }
+
+
+def _replicated(geometry: KVGeometry) -> tuple[str, ...]:
+    """Parallel axes over which every rank holds the same bytes: MLA and indexer rows are not cut by heads."""
+    return () if geometry.kind is PoolKind.MHA else ("tp",)
+
+
+def _pool_fields(name: str, geometry: KVGeometry) -> list[tuple[str, str | None]]:
+    return [
+        ("pool", name),
+        ("dtype", geometry.dtype.label),
+        ("kind", geometry.kind.value),
+        ("layers", str(geometry.num_layers)),
+        ("components", ",".join(f"{c.name}:{c.heads}x{c.width}" for c in geometry.components)),
+        ("page_tokens", str(geometry.page_tokens)),
+        ("rows", str(geometry.rows)),
+    ]

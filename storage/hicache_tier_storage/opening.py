@@ -28,6 +28,8 @@ from .store import PageStore
 from .writer import WriterPartition, check_capacity
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .engine import ByteEngine
 
 VERIFY = ("suspect", "always")
@@ -111,6 +113,7 @@ def open_store(
     pp: tuple[int, int] = (0, 1),
     cp: tuple[int, int] = (0, 1),
     pool: str | None = None,
+    pools: Mapping[str, KVGeometry] | None = None,
     capacity_bytes: int | str | None = None,
     engine: str | ByteEngine = "auto",
     io_mode: str = "auto",
@@ -136,6 +139,9 @@ def open_store(
         indexer pools) is left out: every rank reads what one wrote.
     pool : str, optional
         `kv`, or `indexer` for an indexer geometry, unless named otherwise.
+    pools : mapping of str to KVGeometry, optional
+        All pools that a prefix needs, this one included, where there are side pools: they share a namespace,
+        each a partition beside the others, opened by a call of its own. See `usable_prefix`.
     capacity_bytes : int or str, optional
         Cap on the root, for all writers together, as bytes or `"100 GiB"`. Default: 64 GiB, at most a quarter
         of the free disk.
@@ -172,6 +178,7 @@ def open_store(
         geometry,
         layout,
         pool=pool,
+        beside=_beside(pool, geometry, pools),
         model=model,
         revision=revision,
         tenant=tenant,
@@ -244,6 +251,23 @@ def _check_options(geometry: KVGeometry, layout: Layout, verify: str) -> None:
     if layout is Layout.PAGE_HEAD and geometry.kind is not PoolKind.MHA:
         raise InvalidArgumentError(f"page_head needs heads; {geometry.kind.value} pools have none.")
     one_of("verify", verify, VERIFY)
+
+
+def _beside(
+    pool: str, geometry: KVGeometry, pools: Mapping[str, KVGeometry] | None
+) -> tuple[tuple[str, KVGeometry], ...]:
+    """Check a pool set and return the other pools of it."""
+    if pools is None:
+        return ()
+    for name, other in pools.items():
+        if not isinstance(other, KVGeometry):
+            raise InvalidArgumentError(f"pools[{name!r}] must be a KVGeometry, got {type(other).__name__}.")
+        _pool_name(name, other)
+    if pools.get(pool) != geometry:
+        raise InvalidArgumentError(
+            f"pools must name every pool, this one included: pools[{pool!r}] is not the geometry given."
+        )
+    return tuple(sorted((name, other) for name, other in pools.items() if name != pool))
 
 
 def _pool_name(pool: object, geometry: KVGeometry) -> str:

@@ -115,19 +115,12 @@ def read_store(root: Path, boot_id: bytes = bytes(16)) -> list[Partition]:
 
 def namespace_of(identity: dict, tenant: str | None) -> str:
     """Digest of an identity; the tenant's salt is not in the group and must be known."""
-    geometry = identity["geometry"]
-    parts = (f"{part['name']}:{part['heads']}x{part['width']}" for part in geometry["components"])
+    pools = sorted(identity["pools"].items())
     fields = [
         ("model", identity["model"]),
         ("revision", identity["revision"]),
-        ("pool", identity["pool"]),
-        ("dtype", geometry["dtype"]),
         ("scales", identity["scales"]),
-        ("kind", geometry["kind"]),
-        ("layers", str(geometry["num_layers"])),
-        ("components", ",".join(parts)),
-        ("page_tokens", str(geometry["page_tokens"])),
-        ("rows", str(geometry["rows"])),
+        *(item for name, geometry in pools for item in pool_fields(name, geometry)),
         ("axis_order", identity["axis_order"]),
         *(
             (f"{n}_size", str(identity["parallel"][n]))
@@ -145,6 +138,19 @@ def namespace_of(identity: dict, tenant: str | None) -> str:
         digest.update(len(tag).to_bytes(4, "little") + tag.encode())
         digest.update(bytes([value is not None]) + len(raw).to_bytes(8, "little") + raw)
     return digest.hexdigest()[:32]
+
+
+def pool_fields(name: str, geometry: dict) -> list[tuple[str, str]]:
+    parts = (f"{part['name']}:{part['heads']}x{part['width']}" for part in geometry["components"])
+    return [
+        ("pool", name),
+        ("dtype", geometry["dtype"]),
+        ("kind", geometry["kind"]),
+        ("layers", str(geometry["num_layers"])),
+        ("components", ",".join(parts)),
+        ("page_tokens", str(geometry["page_tokens"])),
+        ("rows", str(geometry["rows"])),
+    ]
 
 
 def document(folder: Path) -> dict:
@@ -168,7 +174,7 @@ def read_partition(root: Path, folder: Path, identity: dict, boot_id: bytes) -> 
     rank, _, writer = folder.parent.name.rpartition("-w")
     require(attributes["rank"] == rank, "rank")
     require(attributes["writer"] == int(writer), "writer")
-    require(attributes["pool"] == folder.name == identity["pool"], "pool")
+    require(attributes["pool"] == folder.name and folder.name in identity["pools"], "pool")
     require((folder / "state" / "writer.lock").exists(), "no writer's lock")
     slots, stride, page_nbytes = (attributes[n] for n in ("slots_per_slab", "stride", "page_nbytes"))
     require(slots & (slots - 1) == 0, "slots a slab must be a power of two")
