@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -195,7 +196,7 @@ def open_store(
     if not read_only:
         check_capacity(geometry.page_nbytes, capacity_nbytes)
     check_root(path, create=not read_only)
-    if (path / identity.namespace / "zarr.json").exists():
+    with suppress(NotAStoreError):  # a new namespace, or one whose group a writer writes again
         read_attributes(path / identity.namespace)  # refuses a later version
     chosen = _engine(path, engine, io_mode, threads, read_only=read_only)
     cache = FileCache(file_limit())
@@ -298,7 +299,9 @@ def _take_partition(
     try:
         with budget.lock():
             space.mkdir(mode=0o700, exist_ok=True)
-            if not (space / "zarr.json").exists():
+            try:
+                read_attributes(space)
+            except NotAStoreError:
                 write_document(space, group_document(identity.as_attributes()))
             paths, number, fd = lock_partition(space, identity.rank, identity.pool)
             try:

@@ -69,7 +69,7 @@ def opened_state(
         raise
     except FileNotFoundError:
         old = fresh if not paths.slab_numbers() else replace(fresh, clean=False, boot_id=bytes(16))
-    except (OSError, StoreError) as error:
+    except StoreError as error:
         trouble = f"the state block is unreadable ({error}), so every page is verified when read"
         old = replace(fresh, clean=False, boot_id=bytes(16))
     suspect_boot = None if old.clean or old.boot_id == boot else old.boot_id

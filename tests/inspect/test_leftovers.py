@@ -42,3 +42,29 @@ def test_a_partition_that_cannot_be_read_now_is_kept(stored, tools, monkeypatch)
             tools.open_store(stored.root)
     with tools.open_store(stored.root) as store:
         assert store.match_prefix(stored.keys) == tools.count
+
+
+def test_a_damaged_namespace_group_is_written_again(stored, tools):
+    group = stored.partition.parent.parent / "zarr.json"
+    before = group.read_text()
+    group.write_text("{")
+    with tools.open_store(stored.root) as store:
+        assert store.match_prefix(stored.keys) == tools.count
+    assert group.read_text() == before
+
+
+def test_a_state_block_that_cannot_be_read_now_is_an_error_not_a_loss(stored, tools, monkeypatch):
+    state, real = stored.partition / "state" / "c.0", pathlib.Path.open
+
+    def refused(path, *args, **options):
+        if path == state:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "open", refused)
+        with pytest.raises(StoreError):
+            tools.open_store(stored.root)
+    with tools.open_store(stored.root) as store:
+        assert store.match_prefix(stored.keys) == tools.count
+        assert store.stats()["suspect_pages"] == 0
