@@ -9,7 +9,7 @@ Pytest does the rest::
         def open_store(self, root):
             return my_store(root, self.geometry, self.layout)
 
-A store has the methods of `hicache_tier_storage.PageStore`; room for 64 pages is enough. `durable = False` leaves
+A store has the methods of `hicache_tier_storage.PageStore` and room for 64 pages. `durable = False` leaves
 out what only a store on disk can do.
 """
 

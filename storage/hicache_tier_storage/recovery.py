@@ -107,7 +107,8 @@ def recover_pages(partition: Partition, *, most_slots: int, unclean: bool) -> Re
                 raise SlabDamagedError(f"slab {number} lies beyond the array")  # noqa: TRY301
             partition.map_slab(number)
         except SlabDamagedError as error:
-            partition.report(str(error))
+            if not _unborn(partition.paths, number, partition.facts.page_axes):
+                partition.report(str(error))
             partition.remove_slab_files(number)
             continue
         _mend(partition, number)
@@ -122,6 +123,11 @@ def recover_pages(partition: Partition, *, most_slots: int, unclean: bool) -> Re
     # Within one batch the first page of a chain is the most recent one.
     order = np.lexsort((~records["sequence"], records["created_ns"], records["access_s"]))
     return Recovered(slots, records, keys, order)
+
+
+def _unborn(paths: PartitionPaths, number: int, page_axes: int) -> bool:
+    """Whether a kill came while the slab was being made: its table is there, and empty."""
+    return not paths.slab(number, page_axes).exists() and not any(paths.table(number).read_bytes())
 
 
 def _mend(partition: Partition, number: int) -> None:
