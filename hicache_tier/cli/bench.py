@@ -8,7 +8,7 @@ from importlib import import_module
 import click
 
 _HOME = "hicache_tier.bench"
-_BENCHES = ("storage",)
+_BENCHES = ("storage", "transfer")
 
 
 class BenchGroup(click.Group):
