@@ -63,7 +63,7 @@ def command(  # noqa: PLR0917 - click passes by name
     """Run a language model with and without the tier and compare what it writes.
 
     One process reads a prompt without any cache and puts its KV pages into a store; a new process loads them,
-    reads what is left and writes on. Exit code 1 where the tokens, or the bytes of the KV cache, differ.
+    reads what is left and writes on. Exit code 1 where the tokens or the bytes of the KV cache differ, or pages were lost on the way.
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
@@ -141,11 +141,11 @@ def _show(report: DemoReport) -> None:
 
 def _stages(report: DemoReport) -> list[str]:
     cold, warm = report.cold, report.warm
-    moved, stored = size(cold["pages_full"] * cold["page_nbytes"]), size(cold["bytes"])
+    moved, stored = size(cold["pages_held"] * cold["page_nbytes"]), size(cold["bytes"])
     lines = [
         f"process {cold['pid']} loaded the model in {cold['model_load_seconds']:.1f} s",
         f"it read {cold['prompt_tokens']} tokens without a cache, and wrote on",
-        f"device pool -> host pool: {cold['pages_full']} pages, {moved} in {cold['backup_seconds']:.3f} s",
+        f"device pool -> host pool: {cold['pages_held']} pages, {moved} in {cold['backup_seconds']:.3f} s",
         f"host pool -> store: {cold['pages']} pages, {stored} in {cold['put_seconds']:.3f} s",
         f"process {warm['pid']}, started afresh, found {warm['pages_matched']} pages by their keys",
     ]
@@ -193,8 +193,12 @@ def _verdict(report: DemoReport) -> Text:
             text.append(f"{name}: {run['tokens']}\n")
         text.append(f"logits differ by {logits['max_difference']:.3g} at most")
         return text
-    if not report.good:
+    if not report.kv_equal:
         return Text.assemble("tokens equal, but ", ("the bytes of the KV cache DIFFER", "bold red"))
+    if report.pages_missing:
+        why = {name: report.warm["tier"].get(name) for name in ("misses", "prefetch", "reads")}
+        missing = (f"{report.pages_missing} pages did NOT come from the store", "bold red")
+        return Text.assemble("tokens equal, but ", missing, f"; what the tier counted: {why}")
     saved = report.cold_seconds / report.warm_seconds
     text = Text.assemble(
         ("tokens equal", "bold green"),

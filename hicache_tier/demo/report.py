@@ -68,8 +68,14 @@ class DemoReport:
 
     @property
     def good(self) -> bool:
-        """Whether nothing differs; pages that had to be computed again are no difference in themselves."""
-        return self.tokens_equal and (self.kv_equal or self.warm["pages_loaded"] == 0)
+        """Whether nothing differs, and all pages of use to the second process came from the store."""
+        return self.tokens_equal and self.kv_equal and not self.pages_missing
+
+    @property
+    def pages_missing(self) -> int:
+        """Pages that the second process could have used and had to compute again."""
+        usable = (int(self.cold["prompt_tokens"]) - 1) // self.page_tokens
+        return usable - int(self.warm["pages_loaded"])
 
     @property
     def cold_seconds(self) -> float:
@@ -96,6 +102,7 @@ class DemoReport:
             "cold_again_seconds": self.cold_again_seconds,
             "pages": self.cold["pages"],
             "pages_loaded": self.warm["pages_loaded"],
+            "pages_missing": self.pages_missing,
             "bytes": self.cold["bytes"],
             "bytes_loaded": self.warm["bytes_loaded"],
             "prompt_tokens": self.cold["prompt_tokens"],

@@ -61,6 +61,7 @@ class Shelf:
                 policy=options.policy,
                 prefetch="wait_complete",
                 batch_pages=_BATCH_PAGES,
+                write_queue_pages=num_pages,
                 lookup_timeout_s=_PATIENCE_S,
                 deadline_s=_PATIENCE_S,
                 io_backend=options.io_backend,

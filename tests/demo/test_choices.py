@@ -95,6 +95,7 @@ def report(warm_tokens, again_tokens=(1, 2)):
         "run": phase([1, 2], 4.0),
         "pages": 9,
         "pages_full": 9,
+        "pages_held": 9,
         "bytes": 9 << 20,
         "page_nbytes": 1 << 20,
         "prompt_tokens": 150,
@@ -113,6 +114,7 @@ def report(warm_tokens, again_tokens=(1, 2)):
         "pages_loaded": 9,
         "bytes_loaded": 9 << 20,
         "logits": {"max_difference": 0.25},
+        "tier": {"misses": {"pages": {"absent": 9}}},
         "pid": 2,
         **seconds,
     }
@@ -165,12 +167,16 @@ def test_kv_that_differs_is_a_finding(shown):
     assert "KV cache DIFFER" in result.stdout
 
 
-def test_nothing_loaded_is_said(shown):
+def test_pages_that_did_not_come_back_are_a_finding(shown):
     found = report([1, 2])
     found = replace(
         found, warm={**found.warm, "pages_loaded": 0, "pages_matched": 0, "run": phase([1, 2], 4.0)}
     )
-    assert "found 0 pages" in shown(found).stdout
+    result = shown(found)
+    assert result.exit_code == 1
+    assert "found 0 pages" in result.stdout
+    assert "9 pages did NOT come from the store" in result.stdout
+    assert "absent" in result.stdout
 
 
 def test_two_prompts_are_too_many(shown, tmp_path):
