@@ -119,7 +119,6 @@ class Copies:
             chain.append(entry)
             index.pin([entry])
         index.unpin(present)
-        index.released += pages[len(fresh) :]
         return chain, fresh, positions
 
     def _account(self, chain: list[Entry]) -> int:

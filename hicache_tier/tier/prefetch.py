@@ -150,7 +150,6 @@ class Prefetch:
             index.pin([entry])
             self._entries.append(entry)
         index.unpin(held)
-        index.released += pages[len(fresh) :]
         self.batches += self._reader.fetch(fresh)
         index.touch(self._entries)
         self.advance()

@@ -259,7 +259,7 @@ def test_21_a_store_that_hangs_opens_the_breaker_and_it_closes_by_itself(rig):
     assert rig.load(stored) == 8
     assert rig.insert(chain(3, 4)) == 4
     rig.until(lambda s: all(lane["breaker"] == "closed" for lane in s["lanes"].values()))
-    assert rig.tier.flush(5) == 0
+    assert rig.tier.flush(5) == 0, rig.tier.stats()
     assert rig.check_stored(chain(1, 4) + chain(3, 4)) == [True] * 8
 
 
@@ -306,7 +306,7 @@ def test_21_stuck_threads_are_bounded(rig):
     assert lane["threads"] == 3
     gate.open()
     rig.until(lambda s: s["lanes"]["writes"]["threads"] == 1)
-    assert rig.tier.flush(5) == 0
+    assert rig.tier.flush(5) == 0, rig.tier.stats()
 
 
 def test_21_reads_go_before_writes(rig):
@@ -417,7 +417,7 @@ def test_22_whatever_the_store_raises_costs_that_operation_only(rig, error):
             assert handle.reason == "absent"
             rig.store.plan = {}
             rig.insert(keys)
-            assert rig.tier.flush(5) == 0
+            assert rig.tier.flush(5) == 0, rig.tier.stats()
             rig.tier.reset()
     stats = rig.idle()
     assert stats["writes"]["failed"] == {name: 1}
@@ -445,7 +445,7 @@ def test_22_answers_that_are_none_prove_nothing(rig, verb, answer):
     rig.idle()
     rig.store.answer.clear()
     rig.insert(keys)
-    assert rig.tier.flush(5) == 0
+    assert rig.tier.flush(5) == 0, rig.tier.stats()
     assert rig.load(keys) == 4
 
 
@@ -494,7 +494,7 @@ def test_22_a_hundred_resets_and_tiers_leave_no_thread_and_no_descriptor(tmp_pat
     keys = chain(1, 4)
     rig = Rig(store, prefetch="wait_complete")
     rig.insert(keys)
-    assert rig.tier.flush(5) == 0
+    assert rig.tier.flush(5) == 0, rig.tier.stats()
     assert rig.tier.prefetch(keys).wait() == 4
     threads, before = threading.active_count(), descriptors()
     for _ in range(100):
@@ -572,7 +572,7 @@ def test_24_a_spawned_process_reads_the_same_store(tmp_path):
     with open_store(tmp_path / "store", GEOMETRY, "page_first", model="m", capacity_bytes="4 MiB") as store:
         rig = Rig(store)
         rig.insert(chain(1, 4))
-        assert rig.tier.flush(5) == 0
+        assert rig.tier.flush(5) == 0, rig.tier.stats()
         context = multiprocessing.get_context("spawn")
         queue = context.Queue()
         process = context.Process(target=_spawned, args=(tmp_path / "store", queue))

@@ -7,8 +7,9 @@ import torch
 
 from hicache_tier import DevicePool, HostPool, KVGeometry, Tier, UnsupportedTransferError
 from hicache_tier.errors import ClosedError, InvalidArgumentError
-from hicache_tier.testing.memory_store import MemoryStore
+from hicache_tier.testing.memory_store import Gate, MemoryStore
 from hicache_tier.testing.tier_rig import GEOMETRY, Rig, chain
+from hicache_tier.tier.breaker import Breaker
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
@@ -17,7 +18,7 @@ def test_round_trip_through_the_store(any_rig, layout):
     keys = chain(1, 8)
     assert rig.tier.match(keys).pages == 0
     assert rig.insert(keys) == 8
-    assert rig.tier.flush(5) == 0
+    assert rig.tier.flush(5) == 0, rig.tier.stats()
     assert rig.check_stored(keys) == [True] * 8
     rig.tier.reset()
     assert rig.load(keys) == 0
@@ -60,7 +61,7 @@ def test_write_back_stores_what_leaves(any_rig):
     assert stored.count(True) == 4
     assert stored == sorted(stored), "leaves leave before heads"
     assert rig.insert(second) == 8
-    assert rig.tier.flush(5) == 0
+    assert rig.tier.flush(5) == 0, rig.tier.stats()
     assert rig.check_stored(second) == [True] * 8
     assert rig.check_stored(first) == [True] * 10
 
@@ -77,11 +78,11 @@ def test_selective_writes_after_hits(any_rig):
     rig = any_rig(policy="write_through_selective", hits_to_store=2)
     keys = chain(1, 6)
     rig.insert(keys)
-    assert rig.tier.flush(5) == 0
+    assert rig.tier.flush(5) == 0, rig.tier.stats()
     assert rig.check_stored(keys) == [False] * 6
     assert rig.load(keys[:2]) == 2
     assert rig.insert(keys[:4]) == 4
-    assert rig.tier.flush(5) == 0
+    assert rig.tier.flush(5) == 0, rig.tier.stats()
     assert rig.check_stored(keys) == [True] * 4 + [False] * 2
 
 
@@ -90,10 +91,8 @@ def test_decoding_goes_on_from_a_parent(rig):
     keys = chain(1, 6)
     rig.insert(keys[:4])
     assert rig.insert(keys[4:], parent=keys[3]) == 2
-    other = chain(2, 6)
-    rig.tier.match(keys)
-    assert rig.insert(other) == 6
-    assert rig.tier.match(keys).host_pages == 2, "the newest pages of the chain were its leaves"
+    assert rig.insert(chain(2, 6)) == 6
+    assert rig.tier.match(keys).host_pages == 2, "leaves go before heads, though they were used later"
 
 
 def test_load_one_layer_at_a_time(rig):
@@ -281,3 +280,36 @@ def test_a_closed_tier_says_so(rig):
         with pytest.raises(ClosedError):
             call()
     assert rig.account()["host"]["free_pages"] == 16
+
+
+def test_a_page_on_its_way_out_stays_where_it_is_used_again(rig):
+    rig = rig(policy="write_back", host_pages=16, write_back_reserve_pages=4)
+    gate = rig.store.plan["put"] = Gate()
+    keys = chain(1, 15)
+    assert rig.insert(keys) == 15
+    gate.wait_for(1)
+    assert rig.load(keys) == 15
+    gate.open()
+    assert rig.idle()["writes"]["stored_pages"] == 3
+    assert rig.tier.match(keys).host_pages == 15
+
+
+def test_a_breaker_probes_ever_more_rarely_and_closes_on_success():
+    breaker = Breaker(1.0)
+    assert breaker.allow(0.0)
+    waits = []
+    now = 10.0
+    for _ in range(8):
+        breaker.trip(now)
+        assert not breaker.allow(now + 0.99)
+        waits.append(breaker.retry_in_s(now))
+        now += waits[-1]
+        assert breaker.allow(now)
+        assert not breaker.allow(now), "one probe an interval"
+    assert waits == [1, 2, 4, 8, 16, 32, 32, 32]
+    breaker.succeed(now - 100)
+    assert breaker.is_open, "a call from before the trip proves nothing"
+    breaker.succeed(now)
+    assert not breaker.is_open
+    assert breaker.allow(now)
+    assert breaker.times_opened == 1
