@@ -63,8 +63,8 @@ def command(  # noqa: PLR0917 - click passes by name
     """Run a language model with and without the tier and compare what it writes.
 
     One process reads a prompt without any cache and puts its KV pages into a store; a new process loads them,
-    reads what is left and writes on. Exit code 1 where the tokens or the bytes of the KV cache differ, or where
-    pages were lost on the way.
+    reads what is left and writes on. Exit code 1 where the tokens or the bytes of the KV cache differ, or
+    where pages were lost on the way.
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
