@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     """Addresses of sources and destinations, and bytes."""
 
 MOST_FRAGMENTS = 16384
+_SETS = 2
 
 
 class Peer(Protocol):
@@ -69,7 +70,7 @@ class MemcpyLoop:
                 replace(move, device_pages=move.device_pages[:keep], host_pages=move.host_pages[:keep])
                 for move in moves
             ]
-            for moves in sets
+            for moves in sets[:_SETS]
         ]
         return cut, keep / pages
 

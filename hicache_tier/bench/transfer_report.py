@@ -26,6 +26,9 @@ def print_result(result: dict[str, Any]) -> None:
         show(_peers(result["peers"]))
     if result["targets"]:
         show(_targets(result["targets"]))
+        for line in result["targets"]:
+            if line["missed"]:
+                show(f"{line['target']}, {line['direction']}, missed: {'; '.join(line['missed'])}")
     for reason, cases in _by_reason(result["skipped"]).items():
         show(f"Skipped {len(cases)}: {reason}\n  e.g. {', '.join(str(value) for value in cases[0])}")
     for note in result["notes"]:
@@ -123,7 +126,8 @@ def _by_reason(skipped: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, .
 
 
 def _bar(value: float | None, unit: str, slowdown: float | None) -> str:
-    text = _number(value, 1 if unit == "us" else 3) + (" us" if unit == "us" and value is not None else "")
+    suffix = {"us": " us", "x": " x"}.get(unit, "") if value is not None else ""
+    text = _number(value, 1 if unit == "us" else 3) + suffix
     return text if slowdown is None else f"{text}, {slowdown:+.1%}"
 
 

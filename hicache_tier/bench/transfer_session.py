@@ -118,7 +118,7 @@ class Session:
             "rows": bench.rows,
             "busy": busy_rows,
             "peers": bench.peer_rows,
-            "targets": target_rows(bench.rows, busy_rows) if wish.targets else [],
+            "targets": target_rows(bench.rows, busy_rows, bench.peer_rows) if wish.targets else [],
             "skipped": bench.skipped,
             "notes": self._notes,
             "host": host_facts(self.device),

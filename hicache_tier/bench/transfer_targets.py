@@ -1,7 +1,6 @@
 """The figures that this package means to reach on an H200, and what this machine reaches.
 
-What SGLang 0.5.23 reaches (its own kernels, measured on the same kind of machine) is
-text, for the reader.
+What SGLang 0.5.23 reaches with its own kernels, measured on the same kind of machine, is text for the reader.
 """
 
 from __future__ import annotations
@@ -164,15 +163,17 @@ def target_cases(*, busy: bool) -> list[TransferCase]:
     return list(dict.fromkeys(case for target in chosen for case in target.cases()))
 
 
-def target_rows(rows: Sequence[dict[str, Any]], busy: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare measured rows with the targets.
+def target_rows(
+    rows: Sequence[dict[str, Any]], busy: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Compare measured rows with the targets, and with the loop of copies where it was run.
 
     Returns
     -------
     list of dict
-        One for each line and direction: `target`, `direction`, `peer`, `reach`, `worst`, `median` (ratios to
-        C, or us), `slowdown`, `slowdown_reach`, `cells`, `missed` (cells), `met` (None where no cell was
-        measured).
+        One for each line and direction: `target`, `direction`, `peer`, `unit`, `reach`, `worst`, `median`
+        (ratios to C, us, or times the peer's speed), `slowdown`, `slowdown_reach`, `cells`, `missed` (cells),
+        `met` (None where no cell was measured).
     """
     found = []
     for target in TARGETS:
@@ -184,7 +185,30 @@ def target_rows(rows: Sequence[dict[str, Any]], busy: Sequence[dict[str, Any]]) 
                 if case.direction.value == direction and (key := _key_of(case)) in measured
             ]
             found.append(_line(target, direction, reach, cells))
+    loop = [row for row in peers if row["peer"] == "memcpy-loop" and row.get("ours_over_peer")]
+    if loop:
+        found.append(_loop_line(loop))
     return found
+
+
+def _loop_line(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """No cell may be slower than a `cudaMemcpyAsync` loop over the same fragments."""
+    values = [row["ours_over_peer"] for row in rows]
+    missed = [f"{_place(row)} {row['ours_over_peer']:.2f}" for row in rows if row["ours_over_peer"] < 1]
+    return {
+        "target": "no slower than a cudaMemcpyAsync loop",
+        "direction": "all",
+        "peer": "",
+        "unit": "x",
+        "reach": 1.0,
+        "worst": min(values),
+        "median": median(values),
+        "slowdown_reach": None,
+        "slowdown": None,
+        "cells": len(rows),
+        "missed": missed,
+        "met": not missed,
+    }
 
 
 def _line(target: Target, direction: str, reach: float, cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -218,8 +242,11 @@ def _line(target: Target, direction: str, reach: float, cells: list[dict[str, An
 
 def _short(cell: dict[str, Any]) -> str:
     ratio = cell["ratio_to_c"]
-    value = "not verified" if ratio is None else f"{ratio:.2f}"
-    return f"{cell['geometry']} p{cell['page_tokens']} {cell['layout']} {value}"
+    return f"{_place(cell)} {'not verified' if ratio is None else f'{ratio:.2f}'}"
+
+
+def _place(cell: dict[str, Any]) -> str:
+    return f"{cell['geometry']} p{cell['page_tokens']} {cell['layout']}"
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

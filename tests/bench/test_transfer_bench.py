@@ -312,6 +312,8 @@ def test_targets_are_compared():
     assert lines["submitting one layer", "load_layer"]["met"] is False
     assert lines["both directions at once, over 2 C", "both"]["worst"] == 0.97
     assert all(line["met"] is None for line in target_rows([], []))
+    peers = [{**one, "peer": "memcpy-loop", "ours_over_peer": 0.9} for one in idle]
+    assert target_rows(idle, busy, peers)[-1]["met"] is False
 
 
 def test_plot(tmp_path):
