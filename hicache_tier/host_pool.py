@@ -243,7 +243,8 @@ class HostPool:
                     byte_plane(self._memory.bytes, offset + layer * steps.layer, shape, strides)
                     for layer in range(self.geometry.num_layers)
                 ]
-            self._row_map = found = RowMap(tuple(planes))
+            ranges = tuple((self._memory.address + at, nbytes) for at, nbytes in self.chunks)
+            self._row_map = found = RowMap(tuple(planes), ranges if self.pinned else ())
         return found
 
     @contextmanager

@@ -8,7 +8,6 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import humanfriendly
 import torch
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ Chunk = tuple[int, int]
 
 def human(nbytes: int) -> str:
     """Return a byte count for people, in binary units."""
+    import humanfriendly  # here, because copies need no words
+
     return str(humanfriendly.format_size(nbytes, binary=True))
 
 

@@ -1,7 +1,22 @@
 """Copy plans and the engines that run them; knows neither pools nor stores."""
 
+from .engine import Engine, EngineOptions, Prepared
 from .plan import INDEX_DTYPES, CopyPlan, RowMap, byte_plane
 from .reference import run_reference
+from .registry import engine_named, engines, run_plan
 from .support import Support
 
-__all__ = ["INDEX_DTYPES", "CopyPlan", "RowMap", "Support", "byte_plane", "run_reference"]
+__all__ = [
+    "INDEX_DTYPES",
+    "CopyPlan",
+    "Engine",
+    "EngineOptions",
+    "Prepared",
+    "RowMap",
+    "Support",
+    "byte_plane",
+    "engine_named",
+    "engines",
+    "run_plan",
+    "run_reference",
+]

@@ -11,15 +11,18 @@ A plane is one component of one layer. `piece` is 0 except where a layout splits
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from hicache_tier.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+Made = TypeVar("Made")
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -44,7 +47,31 @@ def byte_plane(
     return memory.as_strided(shape, (*strides, 1), first)
 
 
-@dataclass(frozen=True, slots=True)
+class PairMemo(Generic[Made]):
+    """Remembers what follows from two row maps for as long as both live.
+
+    Parameters
+    ----------
+    make : callable
+        Takes both maps; what it returns must not hold either.
+    """
+
+    def __init__(self, make: Callable[[RowMap, RowMap], Made]) -> None:
+        self._make = make
+        self._known: WeakKeyDictionary[RowMap, WeakKeyDictionary[RowMap, Made]] = WeakKeyDictionary()
+
+    def __call__(self, first: RowMap, second: RowMap) -> Made:
+        """Return what `make` made of the two; made twice at most where threads race."""
+        inner = self._known.get(first)
+        if inner is None:
+            inner = self._known.setdefault(first, WeakKeyDictionary())
+        try:
+            return inner[second]
+        except KeyError:
+            return inner.setdefault(second, self._make(first, second))
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RowMap:
     """Where the rows of a pool lie.
 
@@ -54,9 +81,13 @@ class RowMap:
         One uint8 view `[pages, rows, pieces, piece_nbytes]` for each component and layer, component-major
         (`K0 .. Kn, V0 .. Vn`), without a copy. Planes may differ in strides, pieces and row bytes (V
         narrower than K); pages, rows and device are the same for all.
+    registered : tuple[tuple[int, int], ...]
+        Address and length of the ranges in which host memory was registered with CUDA, ascending. A copy
+        must not cross from one into the next. Empty where the memory is plain, or pinned as a whole.
     """
 
     planes: tuple[torch.Tensor, ...]
+    registered: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.planes:
@@ -88,6 +119,11 @@ class RowMap:
     def device(self) -> torch.device:
         """The device of all planes."""
         return self.planes[0].device
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a device can reach the memory: host memory that is registered or pinned."""
+        return self.device.type == "cpu" and (bool(self.registered) or self.planes[0].is_pinned())
 
     @property
     def ptrs(self) -> tuple[int, ...]:
@@ -137,10 +173,10 @@ class RowMap:
 
     def select(self, numbers: Iterable[int]) -> RowMap:
         """Return the map of some planes, in the order given."""
-        return RowMap(tuple(self.planes[number] for number in numbers))
+        return RowMap(tuple(self.planes[number] for number in numbers), self.registered)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
     """Copy `source_pages[i]` of `source` to `destination_pages[i]` of `destination`, all planes.
 
@@ -151,6 +187,9 @@ class CopyPlan:
         into pieces that the other does not.
     source_pages, destination_pages : torch.Tensor
         int32 or int64, `[n]`, on the CPU or the device of either map. Source pages may repeat.
+    check_indices : bool
+        Whether page numbers are checked. Those on the CPU are checked here; those on a device by the engine
+        that runs the plan, before it copies anything.
 
     Raises
     ------
@@ -163,28 +202,44 @@ class CopyPlan:
     destination: RowMap
     source_pages: torch.Tensor
     destination_pages: torch.Tensor
+    check_indices: bool = True
 
     def __post_init__(self) -> None:
-        _check_maps(self.source, self.destination)
+        _matched(self.source, self.destination)
         devices = {self.source.device, self.destination.device, torch.device("cpu")}
-        _check_index("source_pages", self.source_pages, self.source.num_pages, devices)
-        _check_index("destination_pages", self.destination_pages, self.destination.num_pages, devices)
+        _check_index("source_pages", self.source_pages, devices)
+        _check_index("destination_pages", self.destination_pages, devices)
         counts = len(self.source_pages), len(self.destination_pages)
         if counts[0] != counts[1]:
             raise InvalidArgumentError(
                 f"source_pages and destination_pages go one to one, got {counts[0]} and {counts[1]}."
             )
-        ordered = self.destination_pages.sort().values
-        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-        if len(repeated):
-            raise InvalidArgumentError(
-                f"destination_pages must not repeat, got page {int(repeated[0])} more than once."
-            )
+        if self.check_indices:
+            _check_range("source_pages", self.source_pages, self.source.num_pages)
+            _check_range("destination_pages", self.destination_pages, self.destination.num_pages)
+            _check_distinct(self.destination_pages, self.destination.num_pages)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the plan copies."""
         return len(self.source_pages) * self.source.page_nbytes
+
+    @property
+    def indices_on_device(self) -> bool:
+        """Whether some page numbers are on a device, so that only a kernel can read them without waiting."""
+        return self.source_pages.device.type != "cpu" or self.destination_pages.device.type != "cpu"
+
+    def on_host(self) -> CopyPlan:
+        """Return the same plan with its page numbers on the CPU; waits for the device where they are not."""
+        if not self.indices_on_device:
+            return self
+        numbers = self.source_pages.cpu(), self.destination_pages.cpu()
+        return CopyPlan(self.source, self.destination, *numbers, self.check_indices)
+
+    def part(self, pages: slice) -> CopyPlan:
+        """Return the plan of some of the pages; they were checked with the others."""
+        numbers = self.source_pages[pages], self.destination_pages[pages]
+        return CopyPlan(self.source, self.destination, *numbers, check_indices=False)
 
 
 def _check_maps(source: RowMap, destination: RowMap) -> None:
@@ -210,7 +265,10 @@ def _check_maps(source: RowMap, destination: RowMap) -> None:
             )
 
 
-def _check_index(name: str, index: torch.Tensor, num_pages: int, devices: set[torch.device]) -> None:
+_matched = PairMemo(_check_maps)
+
+
+def _check_index(name: str, index: torch.Tensor, devices: set[torch.device]) -> None:
     if index.dtype not in INDEX_DTYPES or index.dim() != 1:
         raise InvalidArgumentError(
             f"{name} must be int32 or int64 of shape [n], got {index.dtype} of shape {tuple(index.shape)}."
@@ -218,9 +276,26 @@ def _check_index(name: str, index: torch.Tensor, num_pages: int, devices: set[to
     if index.device not in devices:
         allowed = ", ".join(sorted(map(str, devices)))
         raise InvalidArgumentError(f"{name} is on {index.device}, allowed: {allowed}.")
-    if not len(index):
+
+
+def _check_range(name: str, index: torch.Tensor, num_pages: int) -> None:
+    if not len(index) or index.device.type != "cpu":
         return
     low, high = (int(bound) for bound in index.aminmax())
     if low < 0 or high >= num_pages:
         wrong = low if low < 0 else high
         raise InvalidArgumentError(f"{name} must be within 0 .. {num_pages - 1}, got {wrong}.")
+
+
+def _check_distinct(index: torch.Tensor, num_pages: int) -> None:
+    """Refuse a page that comes twice; one byte a page is cheaper than sorting."""
+    if len(index) < 2 or index.device.type != "cpu":
+        return
+    numbers = index.numpy()
+    seen = np.zeros(num_pages, dtype=bool)
+    seen[numbers] = True
+    if np.count_nonzero(seen) == len(numbers):
+        return
+    ordered = np.sort(numbers)
+    repeated = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
+    raise InvalidArgumentError(f"destination_pages must not repeat, got page {repeated} more than once.")

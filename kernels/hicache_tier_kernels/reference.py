@@ -36,6 +36,7 @@ def run_reference(plan: CopyPlan, planes: Iterable[int] | None = None) -> None:
     """
     if not len(plan.source_pages):
         return
+    plan = plan.on_host()
     ours, theirs = plan.source.device, plan.destination.device
     # Engines allocate their caches in inference mode; such tensors can only be written inside it.
     with torch.inference_mode():

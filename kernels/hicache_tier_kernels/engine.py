@@ -1,0 +1,156 @@
+"""What an engine is: something that says whether it can run a plan, prepares it, and submits it in parts.
+
+Preparing checks the plan and uploads what the device needs, once. Submitting only enqueues work on a stream,
+so that one plan can be submitted layer by layer. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from hicache_tier.errors import InvalidArgumentError
+
+from .driver import DriverError, driver
+from .support import Support
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from .plan import CopyPlan, RowMap
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options of engines.
+
+    Attributes
+    ----------
+    max_sms : int, optional
+        Multiprocessors that a kernel which reads or writes host memory may take; `MAX_SMS` of the engine
+        `cuda` where left out.
+    check_indices : bool
+        Whether page numbers that are on the device are checked there.
+    """
+
+    max_sms: int | None = None
+    check_indices: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_sms is not None and self.max_sms < 1:
+            raise InvalidArgumentError(f"max_sms must be above 0, got {self.max_sms}.")
+
+
+DEFAULTS = EngineOptions()
+
+
+class Prepared(Protocol):
+    """A plan, ready to be submitted; holds all that the device reads until it is dropped.
+
+    Attributes
+    ----------
+    by_layer : bool
+        Whether planes may be submitted a few at a time; all at once where not.
+    cheap : bool
+        Whether a submission costs a few microseconds, so that the caller's thread can make it.
+    streams : int
+        Streams that submissions of different planes can use side by side with a gain.
+    """
+
+    by_layer: bool
+    cheap: bool
+    streams: int
+
+    def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
+        """Enqueue the copy of some planes, each once over the life of the plan."""
+
+    def fault(self) -> Exception | None:
+        """Return what the device found wrong; call it after the work is done."""
+
+
+class Engine(Protocol):
+    """Runs copy plans between a device and memory that it can reach."""
+
+    name: ClassVar[str]
+
+    def available(self, device: torch.device) -> Support:
+        """Return whether the engine can run on a device at all."""
+
+    def supports(self, plan: CopyPlan) -> Support:
+        """Return whether the engine can run this plan."""
+
+    def prepare(self, plan: CopyPlan, stream: torch.cuda.Stream, options: EngineOptions = ...) -> Prepared:
+        """Check the plan and upload what it needs on `stream`; later submissions come after it there.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Where the stream belongs to another device.
+        EngineUnavailableError
+            Where `supports` says no.
+        """
+
+
+def cuda_device(plan: CopyPlan) -> torch.device | None:
+    """Return the CUDA device of a plan, or None where neither side is on one."""
+    sides = (plan.source.device, plan.destination.device)
+    return next((side for side in sides if side.type == "cuda"), None)
+
+
+def far_side(plan: CopyPlan) -> RowMap:
+    """Return the device's side."""
+    return plan.source if plan.source.device.type == "cuda" else plan.destination
+
+
+def near_side(plan: CopyPlan) -> RowMap:
+    """Return the host's side."""
+    return plan.destination if plan.source.device.type == "cuda" else plan.source
+
+
+def to_host(plan: CopyPlan) -> bool:
+    """Return whether the plan is a backup."""
+    return plan.destination.device.type == "cpu"
+
+
+def driver_support() -> Support:
+    """Return whether there is a driver."""
+    try:
+        return Support(ok=True, reason=f"driver {driver().version}")
+    except DriverError as error:
+        return Support(ok=False, reason=str(error))
+
+
+def reachable(plan: CopyPlan) -> Support:
+    """Return whether one side is on a CUDA device and the other in host memory that it can reach."""
+    device = cuda_device(plan)
+    if device is None:
+        return Support(ok=False, reason="neither side is on a CUDA device")
+    near = near_side(plan)
+    if near.device.type != "cpu":
+        return Support(ok=False, reason=f"copies go between host and device, not {device} and {near.device}")
+    if not near.pinned:
+        return Support(ok=False, reason="host memory is not pinned")
+    return Support(ok=True)
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """Make a stream; a negative priority goes before others."""
+    import torch
+
+    return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+
+
+def new_event(*, blocking: bool = False) -> torch.cuda.Event:
+    """Make an event; a thread that waits for a `blocking` one sleeps."""
+    import torch
+
+    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+
+
+def check_stream(plan: CopyPlan, stream: torch.cuda.Stream) -> None:
+    """Refuse a stream of another device."""
+    device = cuda_device(plan)
+    if stream.device != device:
+        raise InvalidArgumentError(f"the stream is of {stream.device}, the plan's device is {device}.")

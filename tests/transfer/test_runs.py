@@ -1,0 +1,107 @@
+"""Ranges that copy engines move, carried out with plain moves of memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from hicache_tier.geometry import KVGeometry
+from hicache_tier.host_pool import HostPool
+from hicache_tier.testing.transfer import CopyEngineSuite
+from hicache_tier_kernels import CopyPlan, RowMap, byte_plane
+from hicache_tier_kernels.runs import Ranges, fragment_nbytes
+from hicache_tier_kernels.staged import find_windows
+
+MHA = KVGeometry.mha(num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=4)
+
+
+class TestRanges(CopyEngineSuite):
+    def run(self, plan):
+        # Source pages that repeat are read more than once: no order among ranges is needed.
+        ranges = Ranges(plan).of(range(len(plan.source.planes)))
+        for destination, source, nbytes in zip(*(part.tolist() for part in ranges), strict=True):
+            ctypes.memmove(destination, source, nbytes)
+
+
+def flat(pages=8, nbytes=64, seams=()):
+    memory = torch.zeros(pages * nbytes, dtype=torch.uint8)
+    plane = byte_plane(memory, 0, (pages, 1, 1, nbytes), (nbytes, nbytes, nbytes))
+    ends = [*seams, pages]
+    starts = [0, *seams]
+    registered = tuple(
+        (memory.data_ptr() + start * nbytes, (end - start) * nbytes)
+        for start, end in zip(starts, ends, strict=True)
+    )
+    return RowMap((plane,), registered)
+
+
+def lengths(source, destination, sources, destinations):
+    plan = CopyPlan(
+        source, destination, *(torch.tensor(n, dtype=torch.int64) for n in (sources, destinations))
+    )
+    return [int(n) // 64 for n in Ranges(plan).of([0])[2]]
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "expected"),
+    [
+        ([0, 1, 2, 3], [4, 5, 6, 7], [4]),
+        ([3, 1, 0, 2], [7, 5, 4, 6], [4]),  # the order given does not matter
+        ([0, 1, 2, 3], [4, 5, 7, 6], [2, 1, 1]),
+        ([0, 1, 3], [0, 1, 2], [2, 1]),
+        ([0, 0, 0], [0, 1, 2], [1, 1, 1]),
+        ([5], [0], [1]),
+        ([], [], []),
+    ],
+)
+def test_pages_that_follow_on_both_sides_are_one_run(sources, destinations, expected):
+    assert lengths(flat(), flat(), sources, destinations) == expected
+
+
+def test_no_run_crosses_a_seam_on_either_side():
+    every = list(range(8))
+    assert lengths(flat(seams=(3,)), flat(), every, every) == [3, 5]
+    assert lengths(flat(), flat(seams=(1, 5)), every, every) == [1, 4, 3]
+    assert lengths(flat(seams=(3,)), flat(seams=(1, 5)), every, every) == [1, 2, 2, 3]
+
+
+def test_the_pool_tells_its_seams():
+    with HostPool(MHA, "layer_first", 600, pinned=False, chunk_nbytes=8192) as pool:
+        assert not pool.row_map().registered
+        assert not pool.row_map().pinned
+        assert len(pool.chunks) > 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "fragment", "windows"),
+    [
+        ("layer_first", 4 * 32, 8),
+        ("page_first", 32, 2),
+        ("page_first_direct", 4 * 32, 2),
+        ("page_head", 16, 2),
+    ],
+)
+def test_fragments_and_windows(layout, fragment, windows):
+    device = HostPool(MHA, "layer_first", 6, pinned=False)
+    with HostPool(MHA, layout, 6, pinned=False) as pool, device:
+        near, far = pool.row_map(), device.row_map()
+        assert fragment_nbytes(near, far) == fragment
+        found = find_windows(near, far)
+        assert len(found) == windows
+        assert sum(window.nbytes for window in found) == pool.page_nbytes
+        covered = np.zeros(pool.nbytes, dtype=int)
+        for window in found:
+            for page in range(6):
+                at = window.base - pool.address + page * window.nbytes
+                covered[at : at + window.nbytes] += 1
+        assert covered.max() == 1
+        assert covered.sum() == 6 * pool.page_nbytes
+
+
+def test_part_of_the_planes_fills_no_window():
+    with HostPool(MHA, "page_first", 6, pinned=False) as pool:
+        one = pool.row_map().select([1, 5])
+        assert find_windows(one, one) == ()
