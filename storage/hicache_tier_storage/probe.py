@@ -90,6 +90,8 @@ def _try(directory: Path, flags: int) -> str:
         finally:
             os.close(fd)
     except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return ""  # a full disk says nothing against the mode
         denied = error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT}
         return f"{'the directory cannot be written' if denied else 'refused'}: {error.strerror}"
     return ""

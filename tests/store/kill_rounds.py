@@ -1,7 +1,7 @@
 """Rounds of SIGKILL: a child stores pages and says what it stored, the parent kills it and looks.
 
-Usage: python kill_rounds.py ROOT ROUNDS SEED. Prints one JSON object. Runs without torch and with one thread in
-the parent, so that forking is cheap.
+Usage: python kill_rounds.py ROOT ROUNDS SEED. Prints one JSON object. Without torch, and with one thread in the
+parent, so that forking is cheap.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def look(root, capacity, pipe):
     reasons = rig.get(store, there)  # raises on wrong bytes
     found = {key.hex() for key, reason in zip(there, reasons, strict=True) if reason == "loaded"}
     answer = {"found": sorted(found), "bad": [reason for reason in reasons if reason != "loaded"]}
-    answer["leftovers"] = [str(path) for path in root.rglob("*") if ".tmp" in path.name or "probe" in path.name]
+    answer["leftovers"] = [
+        str(path) for path in root.rglob("*") if ".tmp" in path.name or "probe" in path.name
+    ]
     answer["files"] = sum(1 for path in root.rglob("*") if path.is_file())
     answer["free_and_held"] = len(store._core.writer._free) + len(there)
     answer["slots"] = len(store._core.writer.slabs) * store._core.writer.facts.shape.slots
