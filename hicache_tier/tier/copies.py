@@ -89,7 +89,7 @@ class Copies:
         with self._core.held():
             if not isinstance(error, TimeoutError):
                 self._core.index.unpin(chain)
-            if error is None and layer in {None, 0}:
+            if error is None and layer in {None, device.owned_layers[0]}:
                 self._hit(chain)
         _raise_mistake(error)
         return 0 if error else len(chain)

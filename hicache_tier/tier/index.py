@@ -101,7 +101,6 @@ class HostIndex:
         entry = self._entries[key] = Entry(key, parent, page, pins=1)
         self.filling_pages += 1
         self._attach(entry)
-        self.touch([entry])
         return entry
 
     def make_ready(self, entry: Entry) -> None:

@@ -88,6 +88,14 @@ class Lane:
         """Threads of the lane, stuck ones included."""
         return len(self._threads)
 
+    def due(self, now_s: float) -> bool:
+        """Whether a call would be let through now: a thread is there for it, and the breaker agrees."""
+        return len(self._threads) > self.late_calls and self.breaker.due(now_s)
+
+    def allow(self, now_s: float) -> bool:
+        """Let a call through, or not; while the breaker is open, one probe an interval."""
+        return self.due(now_s) and self.breaker.allow(now_s)
+
     def wake(self) -> None:
         """Say that there is a job."""
         self._wake.notify()

@@ -32,7 +32,7 @@ class Lookup:
         now_s = time.monotonic()
         if any(not c.late and now_s - c.started_s > settings.lookup_timeout_s for c in self.lane.calls):
             return 0, "lookup_busy"
-        if not self._reader.lane.breaker.due(now_s) or not self.lane.breaker.allow(now_s):
+        if not self._reader.lane.due(now_s) or not self.lane.allow(now_s):
             return 0, "breaker_open"
         question = _Question(core, keys)
         self._queue.append(question)

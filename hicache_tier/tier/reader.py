@@ -56,7 +56,7 @@ class Reader:
         """Begin a prefetch, or return why not."""
         if prefetch.pending_pages + self.pages > self._core.settings.read_queue_pages:
             return "read_queue_full"
-        if not self.lane.breaker.allow(time.monotonic()):
+        if not self.lane.allow(time.monotonic()):
             return "breaker_open"
         self.active.append(prefetch)
         self._queue.append(_Look(self._core, self, prefetch))

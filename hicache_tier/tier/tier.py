@@ -233,8 +233,8 @@ class Tier:
     def reset(self) -> None:
         """Forget all pages of the host tier; the store is left as it is.
 
-        Never waits: pages that are locked, or with the store, stay owned until they are let go. Prefetches
-        under way end, writes that wait are dropped and counted.
+        Never waits: pages that are locked, or with the store, are not found any more, but stay owned until
+        they are let go. Prefetches under way end, writes that wait are dropped and counted.
         """
         self._shutdown.reset()
 

@@ -53,8 +53,8 @@ class Writer:
     @property
     def _refusing(self) -> bool:
         """Whether the breaker keeps pages out: all of them, or all but those of the next probe."""
-        breaker = self.lane.breaker
-        return breaker.is_open and (bool(self._runs) or not breaker.due(time.monotonic()))
+        waits = bool(self._runs) and self.lane.breaker.is_open
+        return waits or not self.lane.due(time.monotonic())
 
     def offer(self, entries: Sequence[Entry]) -> None:
         """Queue a run of ready entries; what does not fit is dropped and counted."""

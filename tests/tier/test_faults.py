@@ -594,3 +594,22 @@ def test_the_host_pool_closed_under_a_tier_is_no_crash():
     report = rig.tier.close(2)
     assert report.abandoned_calls == ()
     assert rig.tier.stats()["host"]["not_freed"] == {"closed": 4}
+
+
+def test_21_a_direction_without_a_thread_left_declines_at_once(rig):
+    rig = rig(deadline_s=0.05, probe_interval_s=0.01, max_stuck_threads=1, prefetch="wait_complete")
+    stored = chain(1, 4)
+    rig.preload(stored)
+    gate = rig.store.plan["get"] = Gate()
+    for _ in range(2):
+        rig.tier.prefetch(stored[:2]).wait()
+        time.sleep(0.05)
+    rig.until(lambda s: s["lanes"]["reads"]["late_calls"] == 2)
+    time.sleep(0.1)
+    handle = rig.tier.prefetch(stored)
+    assert handle.reason == "breaker_open"
+    assert rig.tier.match(stored).store_pages == 0
+    gate.open()
+    rig.until(lambda s: s["lanes"]["reads"]["threads"] == 1)
+    time.sleep(0.05)
+    assert rig.tier.prefetch(stored).wait() == 4
