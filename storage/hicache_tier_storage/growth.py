@@ -10,7 +10,7 @@ import numpy as np
 
 from .metadata import replace_file
 from .partition import remove_slab
-from .slab import create_slab
+from .slab import SlabDamagedError, create_slab
 from .table import table_nbytes
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Growth:
                     why = "capacity"
                 elif why == "capacity":
                     self._budget.ask_for_room()
+        except SlabDamagedError as error:
+            why = f"io_error: {error}"
         except OSError as error:
             full_disk = error.errno in {errno.ENOSPC, errno.EDQUOT}
             why = "disk_full" if full_disk else f"io_error: {error.strerror}"

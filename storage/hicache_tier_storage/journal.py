@@ -35,7 +35,7 @@ class Journal:
         flags = (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(path, flags, 0o600)
         try:
-            if writable and not self._whole():
+            if writable and not (self._whole() and os.pread(self._fd, 8, 0) == _MAGIC):
                 self._make()
             if not self._whole() or os.pread(self._fd, 8, 0) != _MAGIC:
                 raise OSError(f"{path} is not a journal of this version")  # noqa: TRY301

@@ -176,11 +176,12 @@ class Partition:
         try:
             with slab.open(direct=False) as fd:
                 self._check_tail(fd, slab)
-        except OSError as error:
-            if error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
+            self.tables.tables[number] = MappedTable(table)
+        except BaseException as error:
+            slab.forget()  # or a later slab of this name would be read through this one's descriptor
+            if isinstance(error, OSError) and error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
                 raise SlabDamagedError(f"{slab_path.name} is no plain file") from error
             raise
-        self.tables.tables[number] = MappedTable(table)
         self.slabs[number] = slab
 
     def _check_tail(self, fd: int, slab: StoreFile) -> None:

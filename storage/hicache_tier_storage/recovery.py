@@ -127,7 +127,10 @@ def recover_pages(partition: Partition, *, most_slots: int, unclean: bool) -> Re
 
 def _unborn(paths: PartitionPaths, number: int, page_axes: int) -> bool:
     """Whether a kill came while the slab was being made: its table is there, and empty."""
-    return not paths.slab(number, page_axes).exists() and not any(paths.table(number).read_bytes())
+    try:
+        return not paths.slab(number, page_axes).exists() and not any(paths.table(number).read_bytes())
+    except OSError:
+        return False
 
 
 def _mend(partition: Partition, number: int) -> None:

@@ -1,7 +1,7 @@
 """Rounds of SIGKILL: a child stores pages and says what it stored, the parent kills it and looks.
 
-Usage: python kill_rounds.py ROOT ROUNDS SEED. Prints one JSON object. Without torch, and with one thread in the
-parent, so that forking is cheap.
+Usage: python kill_rounds.py ROOT ROUNDS SEED. Prints one JSON object. Runs without torch and with one thread
+in the parent, so that forking is cheap.
 """
 
 from __future__ import annotations
