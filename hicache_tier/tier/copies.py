@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_tier.allocator import page_tensor
-from hicache_tier.errors import HiCacheTierError, InvalidArgumentError
+from hicache_tier.errors import ClosedError, InvalidArgumentError, UnsupportedTransferError
 from hicache_tier.transfer import backup, load
 
 from .core import as_tensor
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .reader import Reader
     from .room import Room
     from .writer import Writer
+
+_MISTAKES = (InvalidArgumentError, UnsupportedTransferError, ClosedError)
 
 
 class Copies:
@@ -177,5 +179,5 @@ def _paired(keys: Iterable[bytes | str], device_pages: object) -> tuple[list[byt
 
 def _raise_mistake(error: BaseException | None) -> None:
     """Raise what the caller must mend; a fault of the machine stays a counted miss."""
-    if error is not None and (isinstance(error, HiCacheTierError) or not isinstance(error, Exception)):
+    if isinstance(error, _MISTAKES) or (error is not None and not isinstance(error, Exception)):
         raise error
