@@ -7,7 +7,7 @@ looks at the machine, what it can do comes in as `Capabilities`.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
@@ -235,6 +235,28 @@ def _decide(  # noqa: PLR0917 - internal, one argument for each axis of the tabl
         return _engine_refusal(pool, layout, cell.need, sharded, op, able)
     reason = f"{engine} runs {cell.need.value.replace('_', ' ')}"
     return Path(pool, layout, io_backend, sharded, op, engine, sharded, reason)
+
+
+def engine_paths(path: Path, io_backend: str, capabilities: Capabilities) -> dict[str, Path]:
+    """Return, by engine, all paths that `io_backend` allows for the transfer that `path` describes.
+
+    Parameters
+    ----------
+    path : Path
+        What `select_path` decided for the same backend and capabilities.
+    io_backend : str
+        As asked for; `auto` allows the engines of all backends that the table allows.
+    capabilities : Capabilities
+    """
+    found: dict[str, Path] = {}
+    for name in AUTO_ORDER if io_backend == AUTO else (path.io_backend,):
+        need = _CELLS[name, path.sharded][path.layout].need
+        if need is None or path.layout.why_not(path.pool):
+            continue
+        for offer in capabilities.offers(need):
+            if offer.support:
+                found[offer.engine] = replace(path, io_backend=name, engine=offer.engine)
+    return found
 
 
 def _table_refusal(pool: PoolKind, layout: Layout, io_backend: str, sharded: bool, op: str) -> str:

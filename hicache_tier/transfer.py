@@ -2,57 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hicache_tier_kernels import CopyPlan, run_reference
+import torch
+
+from hicache_tier_kernels import (
+    CopyPlan,
+    EngineOptions,
+    PlanFacts,
+    RowMap,
+    choose,
+    engine_named,
+    run_reference,
+    table_for,
+)
+from hicache_tier_kernels.plan import PairMemo
 
 from .allocator import page_tensor
+from .completion import Completion, StreamCompletion
 from .device_pool import DevicePool
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, UnsupportedTransferError
 from .host_pool import HostPool
-from .paths import select_path
+from .lanes import Job, lane_of
+from .machine import machine_capabilities
+from .paths import engine_paths, select_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .paths import Path
+    from .lanes import Step
+    from .paths import Capabilities, Path
+
+__all__ = ["Completion", "TransferOptions", "backup", "explain", "load", "transfer_path"]
+
+GROUP_NBYTES = 2 << 20
+"""Least bytes of one submission of a load; smaller layers go together, and arrive together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """How far a transfer has come.
-
-    The reference engine has finished by the time it is returned; engines on streams of their own return
-    the same shape.
+class TransferOptions:
+    """Options of `backup` and `load`.
 
     Attributes
     ----------
-    path : Path
-        The way the transfer took.
-    layers : tuple[int, ...]
-        Global numbers of the layers that move.
-    pages : int
-    nbytes : int
-        Bytes that move.
+    max_sms : int, optional
+        Multiprocessors that a kernel which reads or writes host memory may take; where left out, the fewest
+        that keep the link busy (4 on an H200).
+    check_indices : bool
+        Whether page numbers are checked for range and repetition before anything is copied: those on the
+        host in the call, those on the device by a small kernel, whose verdict the completion raises.
+        Without, a wrong number is an illegal access.
+    engine : str, optional
+        One engine of those the backend allows; chosen by measurement where left out.
     """
 
-    path: Path
-    layers: tuple[int, ...]
-    pages: int
-    nbytes: int
+    max_sms: int | None = None
+    check_indices: bool = True
+    engine: str | None = None
 
-    def done(self) -> bool:
-        """Return whether all bytes have arrived."""
-        return True
+    def for_engine(self) -> EngineOptions:
+        """Return what engines take."""
+        return EngineOptions(self.max_sms, self.check_indices)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until all bytes have arrived; raises `TimeoutError` after `timeout` seconds."""
 
-    def wait_layer(self, layer: int, timeout: float | None = None) -> None:  # noqa: ARG002 - see `wait`
-        """Block until the bytes of one layer (global number) have arrived."""
-        if layer not in self.layers:
-            raise InvalidArgumentError(f"layer {layer!r} is not part of this transfer of {self.layers}.")
+_DEFAULTS = TransferOptions()
 
 
 def backup(
@@ -61,6 +76,8 @@ def backup(
     device_pages: object,
     host_pages: object,
     io_backend: str = "auto",
+    *,
+    options: TransferOptions = _DEFAULTS,
 ) -> Completion:
     """Copy pages from the device to the host, all layers that the device pool owns.
 
@@ -73,6 +90,13 @@ def backup(
         Page numbers, one to one, in any order: int32 or int64 `[n]`. Device pages may repeat.
     io_backend : str
         `auto`, `kernel` or `direct`, see `select_path`.
+    options : TransferOptions
+
+    Returns
+    -------
+    Completion
+        On a CUDA device the copy comes after all work that the current stream has been given, and goes on
+        beside what it is given next. Pages of both pools belong to it until `done()`.
 
     Raises
     ------
@@ -84,14 +108,8 @@ def backup(
         Where the host pool is closed. In all cases nothing was touched.
     """
     _check_pools(device, host)
-    path = transfer_path(device, host, io_backend, "backup")
-    ours, theirs = _planes(device, host, device.owned_layers)
-    source_pages = page_tensor("device_pages", device_pages)
-    destination_pages = page_tensor("host_pages", host_pages)
-    with host.in_use():
-        source, destination = device.row_map().select(ours), host.row_map().select(theirs)
-        plan = CopyPlan(source, destination, source_pages, destination_pages)
-        return _run(path, plan, device.owned_layers)
+    pages = page_tensor("device_pages", device_pages), page_tensor("host_pages", host_pages)
+    return _transfer(device, host, "backup", device.owned_layers, pages, io_backend, options)
 
 
 def load(  # noqa: PLR0917 - the contract
@@ -101,6 +119,8 @@ def load(  # noqa: PLR0917 - the contract
     device_pages: object,
     io_backend: str = "auto",
     layer: int | None = None,
+    *,
+    options: TransferOptions = _DEFAULTS,
 ) -> Completion:
     """Copy pages from the host to the device, all owned layers or one.
 
@@ -113,6 +133,13 @@ def load(  # noqa: PLR0917 - the contract
     io_backend : str
     layer : int, optional
         Global number of the one layer to load.
+    options : TransferOptions
+
+    Returns
+    -------
+    Completion
+        As of `backup`; on a CUDA device layers arrive one after another, so that a stream can compute layer
+        n while n + 1 loads (`wait_layer_on`).
 
     Raises
     ------
@@ -120,29 +147,183 @@ def load(  # noqa: PLR0917 - the contract
         As for `backup`; also where `layer` is not one that the device pool owns.
     """
     _check_pools(device, host)
-    path = transfer_path(device, host, io_backend, "load")
     layers = device.owned_layers if layer is None else (_owned_layer(device, layer),)
-    ours, theirs = _planes(device, host, layers)
-    source_pages = page_tensor("host_pages", host_pages)
-    destination_pages = page_tensor("device_pages", device_pages)
-    with host.in_use():
-        source, destination = host.row_map().select(theirs), device.row_map().select(ours)
-        plan = CopyPlan(source, destination, source_pages, destination_pages)
-        return _run(path, plan, layers)
+    pages = page_tensor("host_pages", host_pages), page_tensor("device_pages", device_pages)
+    return _transfer(device, host, "load", layers, pages, io_backend, options)
 
 
 def transfer_path(device: DevicePool, host: HostPool, io_backend: str, op: str) -> Path:
-    """Return the path between two pools; the same for all their pages, so a caller may keep it."""
-    return select_path(device.geometry.kind, host.layout, io_backend, sharded=device.sharded, op=op)
+    """Return the path between two pools; the same for all their pages, so a caller may keep it.
+
+    Its engine is the first that can run here; which one takes a transfer depends on its pages (`explain`).
+    """
+    able = _capabilities(device, host)
+    kind, sharded = device.geometry.kind, device.sharded
+    return select_path(kind, host.layout, io_backend, sharded=sharded, op=op, capabilities=able)
 
 
-def _run(path: Path, plan: CopyPlan, layers: tuple[int, ...]) -> Completion:
-    if path.per_layer:
-        for number in range(len(layers)):
-            run_reference(plan, range(number, len(plan.source.planes), len(layers)))
+def explain(  # noqa: PLR0917 - as `backup` and `load`
+    device: DevicePool,
+    host: HostPool,
+    op: str,
+    device_pages: object,
+    host_pages: object,
+    io_backend: str = "auto",
+    *,
+    options: TransferOptions = _DEFAULTS,
+) -> Path:
+    """Return the path that a transfer would take, with engine and reason; nothing is copied."""
+    _check_pools(device, host)
+    path = transfer_path(device, host, io_backend, op)
+    ours, theirs = page_tensor("device_pages", device_pages), page_tensor("host_pages", host_pages)
+    if op == "load":
+        ours, theirs = theirs, ours
+    pair = _pair(device, host, op, device.owned_layers)
+    plan = CopyPlan(pair.source, pair.destination, ours, theirs)
+    return _choose(pair, plan, path, io_backend, _capabilities(device, host), options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The row maps of some layers of two pools, and which engine was chosen for which kind of pages."""
+
+    source: RowMap
+    destination: RowMap
+    paths: dict[object, Path] = field(default_factory=dict)
+
+
+_pairs: PairMemo[dict[tuple[str, tuple[int, ...]], _Pair]] = PairMemo(lambda *_: {})
+
+
+def _transfer(  # noqa: PLR0917 - internal, what `backup` and `load` have in common
+    device: DevicePool,
+    host: HostPool,
+    op: str,
+    layers: tuple[int, ...],
+    pages: tuple[torch.Tensor, torch.Tensor],
+    io_backend: str,
+    options: TransferOptions,
+) -> Completion:
+    path = transfer_path(device, host, io_backend, op)
+    with ExitStack() as held:
+        held.enter_context(host.in_use())
+        pair = _pair(device, host, op, layers)
+        plan = CopyPlan(pair.source, pair.destination, *pages, check_indices=options.check_indices)
+        if path.engine != "reference":
+            path = _choose(pair, plan, path, io_backend, _capabilities(device, host), options)
+            completion = StreamCompletion(
+                path, layers, len(plan.source_pages), plan.nbytes, held.pop_all().close
+            )
+            _start(path, plan, layers, options, completion)
+            return completion
+        if options.engine not in {None, "reference"}:
+            raise InvalidArgumentError(f"engine {options.engine!r} cannot run here: {path.reason}.")
+        for _, planes in _steps(plan, layers, 0) if path.per_layer else [(layers, None)]:
+            run_reference(plan, planes)
+        return Completion(path, layers, len(plan.source_pages), plan.nbytes)
+
+
+def _start(
+    path: Path,
+    plan: CopyPlan,
+    layers: tuple[int, ...],
+    options: TransferOptions,
+    completion: StreamCompletion,
+) -> None:
+    engine = engine_named(path.engine)
+    if not engine.cheap:  # another thread reads them while the caller goes on
+        plan = plan.with_own_pages()
+    if path.op == "load":
+        steps = _steps(plan, layers, GROUP_NBYTES)
+    elif engine.cheap:
+        steps = [(layers, range(len(plan.source.planes)))]
     else:
-        run_reference(plan)
-    return Completion(path, layers, len(plan.source_pages), plan.nbytes)
+        steps = _steps(plan, layers, 0)
+    device = plan.source.device if path.op == "backup" else plan.destination.device
+    lane_of(device, path.op).start(Job(engine, plan, steps, options.for_engine(), completion))
+
+
+def _steps(plan: CopyPlan, layers: tuple[int, ...], least_nbytes: int) -> list[Step]:
+    """Return layers and their planes, so many layers together that each step has `least_nbytes`."""
+    planes = len(plan.source.planes)
+    count = len(layers)
+    together = max(1, min(count, -(-least_nbytes * count // max(1, plan.nbytes))))
+    steps: list[Step] = []
+    for first in range(0, count, together):
+        numbers = range(first, min(first + together, count))
+        if len(numbers) == 1:
+            steps.append(((layers[first],), range(first, planes, count)))
+        else:
+            mine = [
+                plane
+                for part in range(0, planes, count)
+                for plane in range(part + first, part + numbers.stop)
+            ]
+            steps.append((tuple(layers[number] for number in numbers), mine))
+    return steps
+
+
+def _choose(  # noqa: PLR0917 - internal
+    pair: _Pair,
+    plan: CopyPlan,
+    path: Path,
+    io_backend: str,
+    able: Capabilities,
+    options: TransferOptions,
+) -> Path:
+    """Return the path with the engine for these pages; the choice is kept for others like them."""
+    facts = PlanFacts.of(plan)
+    kind = (
+        io_backend,
+        options.engine,
+        facts.on_device,
+        facts.fragment_nbytes.bit_length(),
+        facts.count.bit_length(),
+    )
+    found = pair.paths.get(kind)
+    if found is None:
+        allowed = engine_paths(path, io_backend, able)
+        found = pair.paths.setdefault(kind, _pick(allowed, plan, facts, path, options))
+    return found
+
+
+def _pick(
+    allowed: dict[str, Path], plan: CopyPlan, facts: PlanFacts, path: Path, options: TransferOptions
+) -> Path:
+    support = {name: engine_named(name).supports(plan) for name in allowed}
+    usable = [name for name, found in support.items() if found]
+    refused = "; ".join(f"{name}: {found.reason}" for name, found in support.items() if not found)
+    if options.engine is not None:
+        if options.engine not in usable:
+            raise InvalidArgumentError(
+                f"engine {options.engine!r} cannot run this transfer. Allowed: {', '.join(usable)}. {refused}"
+            )
+        return replace(allowed[options.engine], reason="asked for")
+    if not usable:
+        raise UnsupportedTransferError(
+            f"no engine can {path.op} these pages ({refused})",
+            layout=path.layout.value,
+            io_backend=path.io_backend,
+            sharded=path.sharded,
+        )
+    device = plan.source.device if path.op == "backup" else plan.destination.device
+    choice = choose(facts, usable, table_for(torch.cuda.get_device_name(device)))
+    return replace(allowed[choice.engine], reason=f"{choice.engine} chosen: {choice.reason}")
+
+
+def _pair(device: DevicePool, host: HostPool, op: str, layers: tuple[int, ...]) -> _Pair:
+    """Return the maps of some layers, made once for two pools."""
+    known = _pairs(device.row_map(), host.row_map())
+    found = known.get((op, layers))
+    if found is None:
+        ours, theirs = _planes(device, host, layers)
+        maps = device.row_map().select(ours), host.row_map().select(theirs)
+        found = known.setdefault((op, layers), _Pair(*(maps if op == "backup" else maps[::-1])))
+    return found
+
+
+def _capabilities(device: DevicePool, host: HostPool) -> Capabilities:
+    return machine_capabilities(device.device, pinned=host.pinned)
 
 
 def _check_pools(device: object, host: object) -> None:

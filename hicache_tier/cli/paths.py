@@ -11,9 +11,10 @@ from .output import json_option, mark, print_json, show, table
 @json_option
 def command(as_json: bool) -> None:
     """Show which transfers this machine can do, by which engine, and why others are refused."""
+    from hicache_tier.machine import default_device, machine_capabilities
     from hicache_tier.paths import path_rows
 
-    rows = path_rows()
+    rows = path_rows(machine_capabilities(default_device()))
     if as_json:
         print_json(rows)
         return

@@ -35,6 +35,7 @@ class CopyEngine:
     """Copies by batches of ranges, merged where both sides are contiguous."""
 
     name: ClassVar[str] = "copy_engine"
+    cheap: ClassVar[bool] = False
 
     def available(self, device: torch.device) -> Support:
         """Return whether the driver has batched copies."""
@@ -71,7 +72,6 @@ class PreparedRanges:
     """A plan as batches of ranges."""
 
     by_layer = True
-    cheap = False
     streams = 1
 
     def __init__(self, plan: CopyPlan) -> None:

@@ -47,6 +47,7 @@ class CudaEngine:
     """Copies by a kernel compiled for the plan's shape."""
 
     name: ClassVar[str] = "cuda"
+    cheap: ClassVar[bool] = True
 
     def available(self, device: torch.device) -> Support:
         """Return whether the kernel can be compiled and loaded for `device`."""
@@ -75,7 +76,6 @@ class PreparedKernel:
     """A plan as launches of `copy_pages`; `near` is the side whose lines the lanes follow."""
 
     by_layer = True
-    cheap = True
     streams = 2
 
     def __init__(

@@ -53,14 +53,11 @@ class Prepared(Protocol):
     ----------
     by_layer : bool
         Whether planes may be submitted a few at a time; all at once where not.
-    cheap : bool
-        Whether a submission costs a few microseconds, so that the caller's thread can make it.
     streams : int
         Streams that submissions of different planes can use side by side with a gain.
     """
 
     by_layer: bool
-    cheap: bool
     streams: int
 
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
@@ -71,9 +68,17 @@ class Prepared(Protocol):
 
 
 class Engine(Protocol):
-    """Runs copy plans between a device and memory that it can reach."""
+    """Runs copy plans between a device and memory that it can reach.
+
+    Attributes
+    ----------
+    name : str
+    cheap : bool
+        Whether preparing and submitting cost microseconds, so that the caller's own thread may do it.
+    """
 
     name: ClassVar[str]
+    cheap: ClassVar[bool]
 
     def available(self, device: torch.device) -> Support:
         """Return whether the engine can run on a device at all."""

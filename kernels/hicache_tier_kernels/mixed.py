@@ -32,6 +32,7 @@ class MixedEngine:
     """Copies some pages by the engine `copy_engine` and the others by `cuda`."""
 
     name: ClassVar[str] = "mixed"
+    cheap: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._dma, self._kernel = CopyEngine(), CudaEngine()
@@ -66,7 +67,6 @@ class PreparedShares:
     """Two prepared plans that are submitted together."""
 
     by_layer = True
-    cheap = False
     streams = 2
 
     def __init__(self, dma: Prepared, kernel: Prepared, device: torch.device) -> None:

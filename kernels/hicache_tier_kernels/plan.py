@@ -10,7 +10,7 @@ A plane is one component of one layer. `piece` is 0 except where a layout splits
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -84,10 +84,13 @@ class RowMap:
     registered : tuple[tuple[int, int], ...]
         Address and length of the ranges in which host memory was registered with CUDA, ascending. A copy
         must not cross from one into the next. Empty where the memory is plain, or pinned as a whole.
+    page_nbytes : int
+        Bytes of one page over all planes.
     """
 
     planes: tuple[torch.Tensor, ...]
     registered: tuple[tuple[int, int], ...] = ()
+    page_nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.planes:
@@ -104,6 +107,7 @@ class RowMap:
                     f"plane {number} has {tuple(plane.shape[:2])} pages and rows on {plane.device}, "
                     f"plane 0 has {tuple(first.shape[:2])} on {first.device}; they must be the same."
                 )
+        object.__setattr__(self, "page_nbytes", self.rows * sum(self.row_nbytes))
 
     @property
     def num_pages(self) -> int:
@@ -159,11 +163,6 @@ class RowMap:
     def row_nbytes(self) -> tuple[int, ...]:
         """Bytes of one row, each plane."""
         return tuple(plane.shape[2] * plane.shape[3] for plane in self.planes)
-
-    @property
-    def page_nbytes(self) -> int:
-        """Bytes of one page over all planes."""
-        return self.rows * sum(self.row_nbytes)
 
     def address(self, plane: int, page: int, row: int = 0, piece: int = 0) -> int:
         """Return the address of one piece; Python integers, so no width to overflow."""
@@ -235,6 +234,15 @@ class CopyPlan:
             return self
         numbers = self.source_pages.cpu(), self.destination_pages.cpu()
         return CopyPlan(self.source, self.destination, *numbers, self.check_indices)
+
+    def with_own_pages(self) -> CopyPlan:
+        """Return the plan with copies of page numbers on the CPU, which the caller may then write over."""
+        ours, theirs = (
+            index.clone() if index.device.type == "cpu" else index
+            for index in (self.source_pages, self.destination_pages)
+        )
+        unchecked = self.check_indices and self.indices_on_device
+        return CopyPlan(self.source, self.destination, ours, theirs, unchecked)
 
     def part(self, pages: slice) -> CopyPlan:
         """Return the plan of some of the pages; they were checked with the others."""

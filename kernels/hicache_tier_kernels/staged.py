@@ -81,6 +81,7 @@ class StagedEngine:
     """Copies whole windows by DMA through a ring on the device."""
 
     name: ClassVar[str] = "staged"
+    cheap: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._dma, self._kernel = CopyEngine(), CudaEngine()
@@ -116,7 +117,6 @@ class StagedEngine:
 class PreparedWindows:
     """A plan as windows through the ring."""
 
-    cheap = False
     streams = 1
 
     def __init__(self, plan: CopyPlan, stream: torch.cuda.Stream, options: EngineOptions) -> None:

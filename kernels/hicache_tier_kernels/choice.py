@@ -1,0 +1,247 @@
+"""Which engine takes a plan: from measurements, of this machine where there are any, else of an H200.
+
+A measurement says what share of a contiguous copy each engine reached for one kind of transfer. The nearest
+one decides; among engines that come close to the best, the one that costs a busy device least is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from math import log2
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from hicache_tier.errors import InvalidArgumentError
+
+from .engine import far_side, near_side, to_host
+from .nvrtc import cache_folder
+from .runs import fragments_of
+from .staged import windows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from .plan import CopyPlan
+
+FORMAT = 1
+BUSY_ORDER = ("copy_engine", "staged", "mixed", "cuda")
+"""Engines by what they cost kernels that run beside them, least first."""
+CLOSE = 0.03
+"""Share of a contiguous copy within which engines count as equal."""
+_FAR = 3.0
+"""Distance, in powers of two, beyond which a measurement says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFacts:
+    """What of a plan the choice depends on.
+
+    Attributes
+    ----------
+    direction : str
+        `backup` or `load`.
+    fragment_nbytes : int
+        Mean bytes contiguous on both sides, merged pages counted: what one DMA range moves.
+    count : int
+        How many of them there are.
+    window_nbytes : int
+        Bytes of host memory that one DMA range could move if a kernel rearranged them on the device; 0 where
+        pages do not fill stretches of their own.
+    on_device : bool
+        Whether page numbers are on the device.
+    """
+
+    direction: str
+    fragment_nbytes: int
+    count: int
+    window_nbytes: int = 0
+    on_device: bool = False
+
+    @classmethod
+    def of(cls, plan: CopyPlan) -> Self:
+        """Read the facts off a plan."""
+        near, far = near_side(plan), far_side(plan)
+        smallest = min(fragments_of(near, far), key=lambda plane: plane.nbytes)
+        pages, runs = len(plan.source_pages), len(plan.source_pages)
+        if smallest.whole and pages > 1 and not plan.indices_on_device:
+            steps = [np.diff(index.numpy()) == 1 for index in (plan.source_pages, plan.destination_pages)]
+            runs = pages - int(np.count_nonzero(steps[0] & steps[1]))
+        windows = windows_of(near, far)
+        nbytes = smallest.nbytes * pages // max(1, runs)
+        return cls(
+            direction="backup" if to_host(plan) else "load",
+            fragment_nbytes=nbytes,
+            count=max(1, plan.nbytes // max(1, nbytes)),
+            window_nbytes=min((window.nbytes for window in windows), default=0),
+            on_device=plan.indices_on_device,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An engine and why it was taken."""
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What engines reached for one kind of transfer.
+
+    Attributes
+    ----------
+    direction, fragment_nbytes, count, window_nbytes
+        As of `PlanFacts`.
+    ratios : dict[str, float]
+        By engine: GB/s over those of a contiguous copy in the same direction and the same run.
+    """
+
+    direction: str
+    fragment_nbytes: int
+    count: int
+    window_nbytes: int
+    ratios: Mapping[str, float]
+
+    def distance(self, facts: PlanFacts) -> float:
+        """Return how far off the facts are, in powers of two; infinite where they do not compare."""
+        if self.direction != facts.direction or bool(self.window_nbytes) != bool(facts.window_nbytes):
+            return float("inf")
+        return (
+            abs(log2(self.fragment_nbytes / facts.fragment_nbytes))
+            + abs(log2(max(1, self.window_nbytes) / max(1, facts.window_nbytes))) / 4
+            + abs(log2(self.count / facts.count)) / 4
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationTable:
+    """Measurements of one kind of device.
+
+    Attributes
+    ----------
+    device : str
+        Its name.
+    measurements : tuple[Measurement, ...]
+    """
+
+    device: str
+    measurements: tuple[Measurement, ...] = ()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote; raises `InvalidArgumentError` for anything else."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']!r}")  # noqa: TRY301 - one way out for all faults
+            rows = [
+                Measurement(
+                    str(row["direction"]),
+                    int(row["fragment_nbytes"]),
+                    int(row["count"]),
+                    int(row["window_nbytes"]),
+                    {str(name): float(ratio) for name, ratio in row["ratios"].items()},
+                )
+                for row in data["measurements"]
+            ]
+            if any(min(row.fragment_nbytes, row.count) < 1 or not row.ratios for row in rows):
+                raise ValueError("a measurement of nothing")  # noqa: TRY301 - the same
+            return cls(str(data["device"]), tuple(rows))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"not a calibration table: {error!r}") from error
+
+    def to_json(self) -> str:
+        """Return the table as text."""
+        rows = [asdict(row) for row in self.measurements]
+        return json.dumps({"format": FORMAT, "device": self.device, "measurements": rows}, indent=1)
+
+    @classmethod
+    def shipped(cls) -> Self:
+        """Return the table that comes with the package."""
+        return cls.from_json(Path(__file__).with_name("calibration_h200.json").read_text())
+
+    def store(self, folder: Path | None = None) -> Path:
+        """Keep the table for this machine; written aside and renamed."""
+        entry = table_path(self.device, folder)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=entry.parent, suffix=".part")
+        with os.fdopen(handle, "w") as file:
+            file.write(self.to_json())
+        Path(aside).replace(entry)
+        table_for.cache_clear()
+        return entry
+
+    def nearest(self, facts: PlanFacts, engines: Iterable[str]) -> Measurement | None:
+        """Return the measurement of any of these engines that is nearest, within reason."""
+        wanted = set(engines)
+        rows = [row for row in self.measurements if wanted & set(row.ratios)]
+        best = min(rows, key=lambda row: row.distance(facts), default=None)
+        return best if best is not None and best.distance(facts) <= _FAR else None
+
+
+def table_path(device: str, folder: Path | None = None) -> Path:
+    """Return where a device's table is kept."""
+    name = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    return (cache_folder() if folder is None else folder) / "calibration" / f"{name}.json"
+
+
+@cache
+def table_for(device: str) -> CalibrationTable:
+    """Return what was measured on this machine, or the shipped table."""
+    with suppress(OSError, InvalidArgumentError):
+        return CalibrationTable.from_json(table_path(device).read_text())
+    return CalibrationTable.shipped()
+
+
+def choose(facts: PlanFacts, usable: Sequence[str], table: CalibrationTable) -> Choice:
+    """Choose among the engines that can run a plan.
+
+    Parameters
+    ----------
+    facts : PlanFacts
+    usable : sequence of str
+        At least one.
+    table : CalibrationTable
+    """
+    if not usable:
+        raise InvalidArgumentError("there is no engine to choose from.")
+    order = sorted(usable, key=lambda name: BUSY_ORDER.index(name) if name in BUSY_ORDER else len(BUSY_ORDER))
+    if len(order) == 1:
+        return Choice(order[0], "the one engine that can run it")
+    if facts.on_device and "cuda" in order:
+        return Choice("cuda", "page numbers are on the device, where a kernel reads them without waiting")
+    found = table.nearest(facts, order)
+    if found is None:
+        return _by_rule(facts, order)
+    known = {name: ratio for name, ratio in found.ratios.items() if name in order}
+    best = max(known.values())
+    taken = next(name for name in order if known.get(name, 0.0) >= best - CLOSE)
+    ratios = ", ".join(f"{name} {known[name]:.2f}" for name in sorted(known, key=known.__getitem__)[::-1])
+    return Choice(
+        taken,
+        f"{ratios} of a contiguous copy, measured on {table.device} with fragments of "
+        f"{found.fragment_nbytes} bytes; {taken} costs a busy device least among those within {CLOSE}",
+    )
+
+
+def _by_rule(facts: PlanFacts, order: Sequence[str]) -> Choice:
+    """Choose where nothing like it was measured."""
+    rules = (
+        ("copy_engine", facts.fragment_nbytes >= 64 << 10, "fragments of 64 KiB and more fill the link"),
+        ("staged", facts.window_nbytes >= 64 << 10, "windows of 64 KiB and more fill the link"),
+        ("mixed", facts.fragment_nbytes >= 8 << 10, "fragments of 8 to 64 KiB go best by both"),
+        ("cuda", True, "short fragments go best by a kernel"),
+    )
+    for name, holds, why in rules:
+        if holds and name in order:
+            return Choice(name, f"{why} (a rule; nothing like it was measured)")
+    return Choice(order[0], "the cheapest for a busy device (nothing like it was measured)")
