@@ -98,18 +98,28 @@ class Growth:
         idle = [n for n in partition.slabs if not partition.pins[n * size : (n + 1) * size].any()]
         if len(partition.slabs) <= 1 or not idle:
             return False, [], []
-        number = max(idle)
-        mine = range(number * size, (number + 1) * size)
         busy = sum(slot not in partition.keys for slot in np.flatnonzero(partition.pins).tolist())
         surplus = len(partition.keys) + busy - (len(partition.slabs) - 1) * size
         lost: list[bytes] = []
         if surplus > 0:
             victims, lost = partition.evict(surplus)
             partition.give_back(victims)
+        number = next((n for n in sorted(idle, reverse=True) if self._has_room_elsewhere(n)), None)
+        if number is None:
+            return False, [], lost
+        mine = [slot for slot in range(number * size, (number + 1) * size) if slot in partition.keys]
         moved: list[tuple[int, bytes]] = []
-        for slot in [slot for slot in mine if slot in partition.keys]:
+        for slot in sorted(mine, key=lambda slot: not partition.pinned[slot]):
             key = partition.keys[slot]
             target = partition.take_free(outside=number)
             if target is not None and partition.move(slot, target):
                 moved.append((target, key))
-        return True, moved, lost + partition.drop_slab(number, "")
+        dropped = partition.drop_slab(number, "")
+        partition.evictions += len(dropped)
+        return True, moved, lost + dropped
+
+    def _has_room_elsewhere(self, number: int) -> bool:
+        """Whether the pinned pages of a slab can be moved to others."""
+        partition, size = self._partition, self._partition.facts.shape.slots
+        pinned = int(partition.pinned[number * size : (number + 1) * size].sum())
+        return not pinned or pinned <= partition.free_outside(number)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .engine import ByteEngine
 
 VERIFY = ("suspect", "always")
+_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]i?b?|b|bytes?)?\s*", re.IGNORECASE)
 _DEFAULT_CAPACITY_NBYTES = 64 << 30
 
 
@@ -45,12 +46,9 @@ def parse_capacity(value: object, root: Path) -> int:
             existing = existing.parent
         return min(_DEFAULT_CAPACITY_NBYTES, shutil.disk_usage(existing).free // 4)
     if isinstance(value, str):
-        try:
-            nbytes = humanfriendly.parse_size(value)
-        except (humanfriendly.InvalidSize, ValueError, OverflowError) as error:
-            raise InvalidArgumentError(
-                f"capacity_bytes {value!r} is not a size such as '100 GiB'."
-            ) from error
+        if not _SIZE.fullmatch(value):
+            raise InvalidArgumentError(f"capacity_bytes {value!r} is not a size such as '100 GiB'.")
+        nbytes = humanfriendly.parse_size(value)
     elif hasattr(value, "__index__") and not isinstance(value, bool):
         nbytes = value.__index__()
     else:

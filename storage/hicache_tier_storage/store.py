@@ -359,6 +359,8 @@ class PageStore:
         self, host: HostPages, pages: ArrayLike, count: int, *, unique: bool = False
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Check that the pool fits; return its pages' addresses `uint64 [n, F]` and lengths `uint64 [F]`."""
+        if not (hasattr(host, "segment_table") and hasattr(host, "geometry")):
+            raise InvalidArgumentError(f"a host pool is needed, got {type(host).__name__}.")
         if host.geometry != self.geometry:
             raise InvalidArgumentError(
                 f"the host pool holds {host.geometry.as_dict()}, the store {self.geometry.as_dict()}."
@@ -368,7 +370,10 @@ class PageStore:
                 f"the order of axes differs: the host pool is {host.layout.value}, "
                 f"the store {self.layout.value}."
             )
-        numbers = np.asarray(pages)
+        try:
+            numbers = np.asarray(pages)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"page numbers must be one flat sequence: {error}.") from error
         if numbers.ndim != 1 or len(numbers) != count:
             raise InvalidArgumentError(f"{count} keys need as many pages, got shape {numbers.shape}.")
         if count == 0:

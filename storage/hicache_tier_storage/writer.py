@@ -213,6 +213,10 @@ class WriterPartition(Partition):
             heapq.heappush(self._free, slot)
         return target
 
+    def free_outside(self, slab: int) -> int:
+        """Free slots that are not in a slab."""
+        return sum(slot // self.facts.shape.slots != slab for slot in self._free)
+
     def add(self, slots: NDArray[np.int64], keys: Sequence[bytes], records: NDArray[np.void]) -> None:
         """Enter published pages in the book-keeping and tell other processes."""
         self.keys.update(zip(slots.tolist(), keys, strict=True))
