@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +11,10 @@ import click
 
 from hicache_tier.cli.output import json_option, print_json, progress
 
-from .errors import BenchError
 from .transfer_cases import GEOMETRIES, IO_BACKENDS, LAYOUTS, ORDERS, PAGES, PEERS, TOKENS, Direction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .transfer_session import Session
+    from collections.abc import Callable, Iterator, Sequence
 
 _FINDING = 1
 
@@ -50,9 +49,9 @@ def _axis(
               help=f"Tokens a page: {_listed(PAGES)}.")  # fmt: skip
 @_axis("--layout", "layouts", LAYOUTS, "Layout of the host pool.")
 @_axis("--io-backend", "io_backends", IO_BACKENDS, "How the path table is asked.")
-@click.option("--engine", help="Measure only what this engine runs, and force it where there is a choice.")
+@click.option("--engine", help="Let this engine run everything; what it cannot run is skipped.")
 @_axis("--direction", "directions", [d.value for d in Direction],
-       "backup, load_layer (one call a layer), load (one call), both (backup and load at once).")  # fmt: skip
+       "backup, load (one call), load_layer (one call a layer), both (backup and load at once).")  # fmt: skip
 @click.option(
     "--tokens", multiple=True, type=_Tokens(), help=f"Tokens that move: {_listed(TOKENS)}; 8K is 8192."
 )
@@ -116,13 +115,15 @@ def command(  # noqa: PLR0917 - click passes options by name
 
         check_plotting()
     if calibrate:
-        _calibrate(device)
+        _calibrate(device, as_json=as_json)
         return
     from .transfer_session import Session, Wish
 
     buffer_nbytes = None if buffer_mib is None else buffer_mib << 20
     wish = Wish(axes, full, targets, busy, engine, peers, device, repeats, buffer_nbytes)
-    result = _run(Session(wish))
+    session = Session(wish)
+    with _ticking("measuring", len(session)) as tick:
+        result = session.run(tick)
     if plot is not None:
         from .transfer_plot import plot_ratios
 
@@ -137,18 +138,31 @@ def command(  # noqa: PLR0917 - click passes options by name
         ctx.exit(_FINDING)
 
 
-def _run(session: Session) -> dict[str, Any]:
-    done = 0
-    with progress("measuring", "cases") as report:
+@contextmanager
+def _ticking(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show progress; what is yielded is called once a step."""
+    done = count(1)
+    with progress(what, "cases") as report:
 
         def tick() -> None:
-            nonlocal done
-            done += 1
             if report:
-                report(done, len(session))
+                report(next(done), total)
 
-        return session.run(tick)
+        yield tick
 
 
-def _calibrate(device: str) -> None:
-    raise BenchError(f"--calibrate needs a CUDA device, got {device!r}.")
+def _calibrate(name: str, *, as_json: bool) -> None:
+    from .transfer_calibration import Calibration, samples
+    from .transfer_report import print_calibration
+    from .transfer_session import find_device, host_facts
+
+    device = find_device(name)
+    calibration = Calibration(device)
+    with _ticking("measuring engines", len(samples())) as tick:
+        table = calibration.run(tick)
+    path = table.store()
+    result = {"host": host_facts(device), "stored": str(path), "measurements": calibration.rows}
+    if as_json:
+        print_json(result)
+    else:
+        print_calibration(result)

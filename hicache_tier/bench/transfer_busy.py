@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from .gemm import Gemm, beside
+from .transfer_engine import Runs
 from .transfer_rig import Rig
 from .transfer_runs import REFUSALS, facts
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from .transfer_cases import TransferCase
     from .transfer_clock import CudaClock, Link
-    from .transfer_engine import Runs, Transfers
 
 _WINDOW_SECONDS = 0.25
 _ROUNDS = 5
@@ -31,7 +31,8 @@ class BusyBench:
     ----------
     clock : CudaClock
     link : Link
-    transfers : Transfers
+    engine : str, optional
+        The one to run all cases.
     buffer_nbytes : int
     tick : callable
         Called once a case.
@@ -41,11 +42,11 @@ class BusyBench:
         self,
         clock: CudaClock,
         link: Link,
-        transfers: Transfers,
+        engine: str | None,
         buffer_nbytes: int,
         tick: Callable[[], None],
     ) -> None:
-        self._clock, self._link, self._transfers = clock, link, transfers
+        self._clock, self._link, self._engine = clock, link, engine
         self._buffer_nbytes, self._tick = buffer_nbytes, tick
         self._gemm = Gemm(clock.device)
         self._count = self._gemm.products_in(_WINDOW_SECONDS)
@@ -55,7 +56,7 @@ class BusyBench:
     def run(self, cases: list[TransferCase]) -> None:
         """Measure cases that share their pools."""
         try:
-            with Rig(cases, self._clock.device, self._buffer_nbytes) as rig:
+            with Rig.for_cases(cases, self._clock.device, self._buffer_nbytes) as rig:
                 for case in cases:
                     self._run_case(rig, case)
         except REFUSALS as error:
@@ -64,7 +65,7 @@ class BusyBench:
     def _run_case(self, rig: Rig, case: TransferCase) -> None:
         try:
             sets = rig.moves(case)
-            runs = self._transfers.prepare(rig, case, sets)
+            runs = Runs(rig, case, sets, self._engine)
             verified = rig.check(sets[0], lambda: self._arrive(runs))
             row = {**facts(case), "engine": runs.engine, "verified": verified}
             if verified:

@@ -35,7 +35,11 @@ PEERS = ("sglang", "memcpy-loop")
 
 
 class Direction(StrEnum):
-    """What moves, in which calls."""
+    """What moves, in which calls.
+
+    `load` is one call, whose layers arrive one after another where the path allows it; `load_layer` is one
+    call a layer; `both` is a backup and a load of other pages at once.
+    """
 
     BACKUP = "backup"
     LOAD_LAYER = "load_layer"
@@ -148,7 +152,7 @@ class Selection:
     @classmethod
     def default(cls, *, cuda: bool) -> Selection:
         """Return what is measured where nothing is chosen: under a minute, on a GPU or without one."""
-        directions = (Direction.BACKUP, Direction.LOAD_LAYER)
+        directions = (Direction.BACKUP, Direction.LOAD, Direction.LOAD_LAYER)
         layouts = ("layer_first", "page_first", "page_first_direct")
         if not cuda:
             small = ("llama-3.1-8b", "mla-fp8", "indexer")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from hicache_tier.errors import EngineUnavailableError
-from hicache_tier.transfer import backup, load, transfer_path
+from hicache_tier.transfer import TransferOptions, backup, load
 
 from .transfer_cases import Direction
 
@@ -20,10 +19,18 @@ if TYPE_CHECKING:
 class Runs:
     """Transfers of one case, over sets of pages in turn.
 
+    Parameters
+    ----------
+    rig : Rig
+    case : TransferCase
+    sets : list of list of Move
+    engine : str, optional
+        The one to run it.
+
     Attributes
     ----------
-    engine, reason : str
-        Who carries them out, and why.
+    paths : dict of str to str
+        Engines that have carried out transfers, and why they were chosen.
     calls : list of float
         Seconds that each call took its caller.
     calls_a_turn, layers_a_call : int
@@ -31,59 +38,46 @@ class Runs:
 
     def __init__(self, rig: Rig, case: TransferCase, sets: list[list[Move]], engine: str | None) -> None:
         self._rig, self._case, self._sets = rig, case, sets
-        paths = [transfer_path(rig.device, rig.host, case.io_backend, op) for op in case.direction.moves]
-        names = dict.fromkeys(path.engine for path in paths)
-        if engine is not None and set(names) != {engine}:
-            raise EngineUnavailableError(
-                f"engine {engine!r} does not run this case; {', '.join(names)} does."
-            )
-        self.engine = "+".join(names)
-        self.reason = paths[0].reason
+        self._options = TransferOptions(engine=engine)
+        self.paths: dict[str, str] = {}
         self.calls: list[float] = []
         layers = rig.geometry.num_layers
         single = case.direction is Direction.LOAD_LAYER
         self.layers_a_call = 1 if single else layers
-        self.calls_a_turn = layers if single else len(paths)
+        self.calls_a_turn = layers if single else len(case.direction.moves)
+
+    @property
+    def engine(self) -> str:
+        """Names of the engines that have carried out transfers."""
+        return "+".join(self.paths)
 
     def submit(self, turn: int) -> None:
         """Submit one set of moves; the current stream waits for their end (on a CPU they have ended)."""
-        pending: list[Completion] = []
+        for completion in self._start(turn):
+            completion.wait_on()
+
+    def submit_first(self, turn: int) -> None:
+        """Submit one set of moves; the current stream waits for the first layer of each."""
+        for completion in self._start(turn):
+            completion.wait_layer_on(completion.layers[0])
+
+    def _start(self, turn: int) -> list[Completion]:
+        started: list[Completion] = []
         for move in self._sets[turn % len(self._sets)]:
             if self._case.direction is Direction.LOAD_LAYER:
-                pending += [self._call(move, layer) for layer in self._rig.device.owned_layers]
+                started += [self._call(move, layer) for layer in self._rig.device.owned_layers]
             else:
-                pending.append(self._call(move, None))
-        for completion in pending:
-            self._join(completion)
+                started.append(self._call(move, None))
+        self.paths |= {one.path.engine: one.path.reason for one in started[:1] + started[-1:]}
+        return started
 
     def _call(self, move: Move, layer: int | None) -> Completion:
-        device, host, backend = self._rig.device, self._rig.host, self._case.io_backend
+        rig, backend, options = self._rig, self._case.io_backend, self._options
+        near, far = move.device_pages, move.host_pages
         begun = time.perf_counter()
         if move.op == "backup":
-            completion = backup(device, host, move.device_pages, move.host_pages, backend)
+            completion = backup(rig.device, rig.host, near, far, backend, options=options)
         else:
-            completion = load(host, device, move.host_pages, move.device_pages, backend, layer)
+            completion = load(rig.host, rig.device, far, near, backend, layer, options=options)
         self.calls.append(time.perf_counter() - begun)
         return completion
-
-    def _join(self, completion: Completion) -> None:
-        completion.wait()
-
-
-class Transfers:
-    """Makes `Runs`, with one engine where one is insisted on."""
-
-    def __init__(self, engine: str | None = None) -> None:
-        self._engine = engine
-
-    def prepare(self, rig: Rig, case: TransferCase, sets: list[list[Move]]) -> Runs:
-        """Return the runs of a case.
-
-        Raises
-        ------
-        UnsupportedTransferError
-            Where the path table refuses the case.
-        EngineUnavailableError
-            Where the engine that was insisted on does not run it.
-        """
-        return Runs(rig, case, sets, self._engine)

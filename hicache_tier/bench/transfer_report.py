@@ -35,6 +35,39 @@ def print_result(result: dict[str, Any]) -> None:
         show(note)
 
 
+def print_calibration(result: dict[str, Any]) -> None:
+    """Print what engines reached, and where the table was kept."""
+    rows = result["measurements"]
+    names = sorted({name for row in rows for name in row["ratios"]})
+    show(
+        table(
+            f"Engines on {result['host']['device']}, as ratios to C",
+            (
+                "direction",
+                "layout",
+                ">page",
+                ">fragment",
+                ">count",
+                ">window",
+                *(f">{name}" for name in names),
+            ),
+            (
+                (
+                    row["direction"],
+                    row["layout"],
+                    row["page_tokens"],
+                    nbytes_text(row["fragment_nbytes"]),
+                    row["count"],
+                    nbytes_text(row["window_nbytes"]),
+                    *(_number(row["ratios"].get(name), 3) for name in names),
+                )
+                for row in rows
+            ),
+        ),
+        f"Kept in {result['stored']}; `auto` chooses by it from now on.",
+    )
+
+
 def _rows(rows: Sequence[dict[str, Any]]) -> Any:  # noqa: ANN401 - rich is imported lazily
     return table(
         "Transfers",
@@ -142,6 +175,6 @@ def _percent(value: float | None) -> str:
 def nbytes_text(nbytes: int) -> str:
     """Return bytes in the largest binary unit that leaves a whole number."""
     for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes % size == 0:
+        if nbytes and nbytes % size == 0:
             return f"{nbytes // size} {unit}"
     return f"{nbytes} B"

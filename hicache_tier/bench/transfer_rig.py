@@ -13,6 +13,8 @@ from hicache_tier.host_pool import HostPool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from hicache_tier.geometry import KVGeometry
+
     from .transfer_cases import TransferCase
 
 _RUN = 8
@@ -30,34 +32,53 @@ class Move:
 
 
 class Rig:
-    """A device pool and a host pool for cases that share a geometry, a page size and a layout.
+    """A device pool and a host pool of the same geometry, with more pages than move at once.
 
     Parameters
     ----------
-    cases : list of TransferCase
-        Decide how many pages there are: those of the largest case and an eighth more, at least
-        `buffer_nbytes` of them so that repeated transfers come from memory and not from a cache.
+    geometry : KVGeometry
+    layout : str
+    pages : int
+        Most pages that move at once; an eighth more are there.
     device : torch.device
     buffer_nbytes : int
+        Least bytes of each pool, so that repeated transfers come from memory and not from a cache.
     """
 
-    def __init__(self, cases: list[TransferCase], device: torch.device, buffer_nbytes: int) -> None:
-        self.geometry = cases[0].kv_geometry
-        most = max(case.pages * len(case.direction.moves) for case in cases)
-        wanted = max(most, -(-buffer_nbytes // self.geometry.page_nbytes))
-        pages = -(-(wanted + wanted // 8 + 1) // _RUN) * _RUN
-        self.device = DevicePool.empty(self.geometry, pages, device=device)
-        self.host = HostPool(self.geometry, cases[0].layout, pages)
+    def __init__(
+        self, geometry: KVGeometry, layout: str, pages: int, device: torch.device, buffer_nbytes: int
+    ) -> None:
+        self.geometry = geometry
+        wanted = max(pages, -(-buffer_nbytes // geometry.page_nbytes))
+        total = -(-(wanted + wanted // 8 + 1) // _RUN) * _RUN
+        self.device = DevicePool.empty(geometry, total, device=device)
+        self.host = HostPool(geometry, layout, total)
         self._generator = torch.Generator().manual_seed(20261129)
 
-    def moves(self, case: TransferCase) -> list[list[Move]]:
-        """Return sets of moves to take in turn; the pages of no two of them overlap.
+    @classmethod
+    def for_cases(cls, cases: list[TransferCase], device: torch.device, buffer_nbytes: int) -> Self:
+        """Make the pools that cases share."""
+        most = max(case.pages * len(case.direction.moves) for case in cases)
+        return cls(cases[0].kv_geometry, cases[0].layout, most, device, buffer_nbytes)
 
-        Within a set those of both directions do not overlap either.
+    def moves(self, case: TransferCase) -> list[list[Move]]:
+        """Return sets of moves to take in turn."""
+        return self.page_sets(case.pages, case.direction.moves, case.order)
+
+    def page_sets(self, count: int, ops: tuple[str, ...], order: str) -> list[list[Move]]:
+        """Return sets of one move for each of `ops`; the pages of no two moves overlap.
+
+        Parameters
+        ----------
+        count : int
+            Pages of a move.
+        ops : tuple[str, ...]
+            `backup`, `load`.
+        order : str
+            `random`, or `runs` of eight consecutive pages in random order.
         """
-        count, ops = case.pages, case.direction.moves
-        order = self._random_pages if case.order == "random" else self._pages_in_runs
-        ours, theirs = order(), order()
+        pages = self._random_pages if order == "random" else self._pages_in_runs
+        ours, theirs = pages(), pages()
         sets = []
         for first in range(0, len(ours) - count * len(ops) + 1, count * len(ops)):
             parts = [slice(first + i * count, first + (i + 1) * count) for i in range(len(ops))]

@@ -6,8 +6,15 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hicache_tier.errors import EngineUnavailableError, MemoryBudgetError, UnsupportedTransferError
+from hicache_tier.errors import (
+    EngineUnavailableError,
+    InvalidArgumentError,
+    MemoryBudgetError,
+    UnsupportedTransferError,
+)
 
+from .transfer_cases import Direction
+from .transfer_engine import Runs
 from .transfer_rig import Rig
 
 if TYPE_CHECKING:
@@ -15,11 +22,11 @@ if TYPE_CHECKING:
 
     from .transfer_cases import TransferCase
     from .transfer_clock import Clock, Lap, Link
-    from .transfer_engine import Transfers
     from .transfer_peers import Peer
     from .transfer_rig import Move
 
-REFUSALS = (UnsupportedTransferError, EngineUnavailableError, MemoryBudgetError)
+REFUSALS = (UnsupportedTransferError, EngineUnavailableError, MemoryBudgetError, InvalidArgumentError)
+_FIRST_LAPS = 3
 
 
 class TransferBench:
@@ -29,8 +36,8 @@ class TransferBench:
     ----------
     clock : Clock
     link : Link
-    transfers : Transfers
-        How a move is submitted.
+    engine : str, optional
+        The one to run all cases.
     peers : list of Peer
     repeats : int
         Timed runs of each case; contiguous copies take half as many before and half after.
@@ -44,13 +51,13 @@ class TransferBench:
         self,
         clock: Clock,
         link: Link,
-        transfers: Transfers,
+        engine: str | None,
         peers: list[Peer],
         repeats: int,
         buffer_nbytes: int,
         tick: Callable[[], None],
     ) -> None:
-        self._clock, self._link, self._transfers, self._peers = clock, link, transfers, peers
+        self._clock, self._link, self._engine, self._peers = clock, link, engine, peers
         self._repeats, self._buffer_nbytes, self._tick = repeats, buffer_nbytes, tick
         self.rows: list[dict[str, Any]] = []
         self.peer_rows: list[dict[str, Any]] = []
@@ -59,7 +66,7 @@ class TransferBench:
     def run(self, cases: list[TransferCase]) -> None:
         """Measure cases that share their pools."""
         try:
-            rig = Rig(cases, self._clock.device, self._buffer_nbytes)
+            rig = Rig.for_cases(cases, self._clock.device, self._buffer_nbytes)
         except REFUSALS as error:
             for case in cases:
                 self._skip(case, error)
@@ -79,19 +86,17 @@ class TransferBench:
 
     def _measure(self, rig: Rig, case: TransferCase) -> None:
         sets = rig.moves(case)
-        runs = self._transfers.prepare(rig, case, sets)
-        row = {**facts(case), "engine": runs.engine, "reason": runs.reason}
-        row["fragment_nbytes"] = rig.fragment_nbytes()
+        runs = Runs(rig, case, sets, self._engine)
+        row = {**facts(case), "engine": None, "fragment_nbytes": rig.fragment_nbytes()}
         row["verified"] = rig.check(sets[0], lambda: self._arrive(runs.submit, 0))
+        row |= {"engine": runs.engine, "reason": "; ".join(runs.paths.values())}
         nbytes = case.pages * rig.geometry.page_nbytes
         before = self._ceilings(case, nbytes)
-        if row["verified"]:
-            laps = self._laps(runs.submit, self._repeats)
-            calls = runs.calls[-len(laps) * runs.calls_a_turn :]
-            row |= {"submit_us": median(calls) / runs.layers_a_call * 1e6}
-        else:
-            laps = []
-            row |= {"submit_us": None}
+        laps = self._laps(runs.submit, self._repeats) if row["verified"] else []
+        row |= _calls(runs, len(laps))
+        if laps and case.direction is Direction.LOAD:
+            first = self._laps(runs.submit_first, _FIRST_LAPS)
+            row["first_layer_us"] = median(lap.device for lap in first) * 1e6
         ceilings = [a + b for a, b in zip(before, self._ceilings(case, nbytes), strict=True)]
         best = sum(nbytes / median(ceiling) for ceiling in ceilings)
         row |= speeds(laps, nbytes * len(ceilings), best)
@@ -137,6 +142,14 @@ class TransferBench:
     def _ceilings(self, case: TransferCase, nbytes: int) -> list[list[float]]:
         """Return seconds of contiguous copies, for each direction of the case."""
         return [self._link.laps(link, nbytes, -(-self._repeats // 2)) for link in case.direction.links]
+
+
+def _calls(runs: Runs, laps: int) -> dict[str, float | None]:
+    """Return what a call of the last laps took its caller, by layer."""
+    if not laps:
+        return {"submit_us": None}
+    calls = runs.calls[-laps * runs.calls_a_turn :]
+    return {"submit_us": median(calls) / runs.layers_a_call * 1e6}
 
 
 def facts(case: TransferCase) -> dict[str, Any]:

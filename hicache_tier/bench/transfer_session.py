@@ -15,7 +15,6 @@ from .errors import BenchError
 from .transfer_busy import BusyBench
 from .transfer_cases import Selection, grouped
 from .transfer_clock import CudaClock, Link, make_clock
-from .transfer_engine import Transfers
 from .transfer_peers import MemcpyLoop
 from .transfer_runs import TransferBench
 from .transfer_sglang import SglangKernels, missing
@@ -76,7 +75,7 @@ class Session:
 
     def __init__(self, wish: Wish) -> None:
         self._wish = wish
-        self.device = _device(wish.device)
+        self.device = find_device(wish.device)
         cuda = self.device.type == "cuda"
         if wish.busy and not cuda:
             raise BenchError("--busy needs a CUDA device: it measures what transfers cost products on a GPU.")
@@ -100,14 +99,14 @@ class Session:
         """Measure everything; `tick` is called once a case."""
         wish, clock = self._wish, make_clock(self.device)
         size = wish.buffer_nbytes or _BUFFER_NBYTES[self.device.type]
-        link, transfers = Link(clock, size), Transfers(wish.engine)
+        link = Link(clock, size)
         c = {name: link.gb_s(name, wish.repeats) for name in ("h2d", "d2h")}
-        bench = TransferBench(clock, link, transfers, self._peers(), wish.repeats, size, tick)
+        bench = TransferBench(clock, link, wish.engine, self._peers(), wish.repeats, size, tick)
         for cases in grouped(self._idle):
             bench.run(cases)
         busy_rows: list[dict[str, Any]] = []
         if self._beside and isinstance(clock, CudaClock):
-            busy = BusyBench(clock, link, transfers, size, tick)
+            busy = BusyBench(clock, link, wish.engine, size, tick)
             for cases in grouped(self._beside):
                 busy.run(cases)
             busy_rows = busy.rows
@@ -156,7 +155,8 @@ def _what_c_is(device: torch.device) -> str:
     return "a plain copy of a tensor (no GPU: both directions are copies within host memory)"
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Return the device of a name; raises `InvalidArgumentError` where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

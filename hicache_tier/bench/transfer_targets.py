@@ -70,7 +70,7 @@ class Target:
 TARGETS = (
     Target(
         "busy GPU, direct",
-        {"backup": 0.95, "load_layer": 0.95},
+        {"backup": 0.95, "load": 0.95},
         ("llama-3.1-8b",),
         "0.48",
         layouts=_DIRECT,
@@ -79,7 +79,7 @@ TARGETS = (
     ),
     Target(
         "busy GPU, page_first, auto",
-        {"backup": 0.88, "load_layer": 0.88},
+        {"backup": 0.88, "load": 0.88},
         ("llama-3.1-8b",),
         "0.69, products +10 %",
         layouts=("page_first",),
@@ -87,15 +87,15 @@ TARGETS = (
     ),
     Target(
         "idle, rows >= 512 B, pages >= 16",
-        {"backup": 0.96, "load_layer": 0.95},
+        {"backup": 0.96, "load": 0.95},
         _WIDE,
         "0.95 / 0.82-0.92",
         pages=(16, 64),
     ),
-    Target("idle, 256 tokens", {"load_layer": 0.85}, ("llama-3.1-8b",), "0.73", tokens=256),
+    Target("idle, 256 tokens", {"load": 0.85}, ("llama-3.1-8b",), "0.73", tokens=256),
     Target(
         "idle, rows of 256 B, any page",
-        {"backup": 0.94, "load_layer": 0.93},
+        {"backup": 0.94, "load": 0.93},
         ("llama-70b-tp8", "qwen3-30b-tp4"),
         "0.93-0.95 / 0.87-0.89",
         pages=(1, 16, 64),
@@ -103,7 +103,7 @@ TARGETS = (
     ),
     Target(
         "idle, page 1, rows >= 1024 B",
-        {"backup": 0.94, "load_layer": 0.92},
+        {"backup": 0.94, "load": 0.92},
         _WIDE,
         "0.71-0.95 / 0.64-0.91",
         pages=(1,),
@@ -111,7 +111,7 @@ TARGETS = (
     ),
     Target(
         "idle, rows of 576 and 656 B",
-        {"backup": 0.94, "load_layer": 0.92},
+        {"backup": 0.94, "load": 0.92},
         ("mla-fp8", "dsa-fp8"),
         "0.91-0.95 / 0.51-0.88",
         pages=(1, 16, 64),
@@ -119,7 +119,7 @@ TARGETS = (
     ),
     Target(
         "idle, indexer, 132 B a token",
-        {"backup": 0.93, "load_layer": 0.92},
+        {"backup": 0.93, "load": 0.92},
         ("indexer",),
         "refused",
         pages=(16, 64),
@@ -134,7 +134,7 @@ TARGETS = (
     ),
     Target(
         "direct, fragments >= 32 KiB",
-        {"backup": 0.94, "load_layer": 0.94},
+        {"backup": 0.94, "load": 0.94},
         _WIDE,
         "0.16-0.65",
         pages=(16, 64),
@@ -144,7 +144,7 @@ TARGETS = (
     ),
     Target(
         "auto, fragments of 4-16 KiB",
-        {"backup": 0.80, "load_layer": 0.80},
+        {"backup": 0.80, "load": 0.80},
         ("qwen3-30b", "llama-70b-tp8", "mla-fp8"),
         "0.02-0.08",
         pages=(16, 64),
