@@ -71,7 +71,7 @@ def print_calibration(result: dict[str, Any]) -> None:
 def _rows(rows: Sequence[dict[str, Any]]) -> Any:  # noqa: ANN401 - rich is imported lazily
     return table(
         "Transfers",
-        (*_CASE, "engine", ">fragment", ">GB/s", ">of C", ">submit us/layer", "verified"),
+        (*_CASE, "engine", ">fragment", ">GB/s", ">of C", ">submit us", ">1st layer us", "verified"),
         (
             (
                 *_facts(row),
@@ -80,6 +80,7 @@ def _rows(rows: Sequence[dict[str, Any]]) -> Any:  # noqa: ANN401 - rich is impo
                 _number(row["gb_s"], 1),
                 _number(row["ratio_to_c"], 3),
                 _number(row["submit_us"], 1),
+                _number(row.get("first_layer_us"), 0),
                 mark(row["verified"]),
             )
             for row in rows
