@@ -89,6 +89,7 @@ class StreamCompletion(Completion):
         self._changed = threading.Condition()
         self._arrivals: dict[int, torch.cuda.Event] = {}
         self._last: torch.cuda.Event | None = None
+        self._over: torch.cuda.Event | None = None
         self._prepared: Prepared | None = None
         self._error: BaseException | None = None
         self._release: Callable[[], object] | None = release
@@ -130,10 +131,10 @@ class StreamCompletion(Completion):
             self._arrivals.update(dict.fromkeys(layers, event))
             self._changed.notify_all()
 
-    def submitted(self, last: torch.cuda.Event, prepared: Prepared) -> None:
-        """Take note that all is submitted: `last` comes after everything."""
+    def submitted(self, last: torch.cuda.Event, over: torch.cuda.Event, prepared: Prepared) -> None:
+        """Take note that all is submitted: both events come after everything, the second for a sleeper."""
         with self._changed:
-            self._last, self._prepared = last, prepared
+            self._last, self._over, self._prepared = last, over, prepared
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -156,8 +157,8 @@ class StreamCompletion(Completion):
 
     def synchronize(self) -> None:
         """Block until the transfer is over, asleep, without raising its error."""
-        if self._last is not None:
-            self._last.synchronize()
+        if self._over is not None:
+            self._over.synchronize()
 
     def _submitted(
         self, event: Callable[[], torch.cuda.Event | None], timeout: float | None

@@ -103,9 +103,10 @@ class Lane:
             completion.arrive(layers, arrival)
         for stream in streams[1:]:
             main.wait_stream(stream)
-        last = new_event(blocking=True)
+        last, over = new_event(), new_event(blocking=True)
         last.record(main)
-        completion.submitted(last, prepared)
+        over.record(main)
+        completion.submitted(last, over, prepared)
 
     def _abandon(self, completion: StreamCompletion, error: BaseException) -> None:
         """Let what was submitted come to its end, then say that the transfer failed."""

@@ -38,5 +38,5 @@ def machine_capabilities(device: torch.device, *, pinned: bool = True) -> Capabi
         offers = (Offer("reference", Support(ok=True, reason=_PLAIN)),)
         return Capabilities(offers, offers, offers)
     found = {name: Offer(name, engine.available(device)) for name, engine in engines().items()}
-    kernels = tuple(found[name] for name in ("cuda", "staged", "mixed"))
+    kernels = tuple(found[name] for name in ("cuda", "staged"))
     return Capabilities(kernels, kernels, (found["copy_engine"],))

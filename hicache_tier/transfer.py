@@ -190,6 +190,7 @@ class _Pair:
     source: RowMap
     destination: RowMap
     paths: dict[object, Path] = field(default_factory=dict)
+    steps: dict[int, list[Step]] = field(default_factory=dict)
 
 
 _pairs: PairMemo[dict[tuple[str, tuple[int, ...]], _Pair]] = PairMemo(lambda *_: {})
@@ -214,17 +215,18 @@ def _transfer(  # noqa: PLR0917 - internal, what `backup` and `load` have in com
             completion = StreamCompletion(
                 path, layers, len(plan.source_pages), plan.nbytes, held.pop_all().close
             )
-            _start(path, plan, layers, options, completion)
+            _start(path, pair, plan, layers, options, completion)
             return completion
         if options.engine not in {None, "reference"}:
             raise InvalidArgumentError(f"engine {options.engine!r} cannot run here: {path.reason}.")
-        for _, planes in _steps(plan, layers, 0) if path.per_layer else [(layers, None)]:
+        for _, planes in _steps(layers, len(plan.source.planes), 1 if path.per_layer else len(layers)):
             run_reference(plan, planes)
         return Completion(path, layers, len(plan.source_pages), plan.nbytes)
 
 
-def _start(
+def _start(  # noqa: PLR0917 - internal
     path: Path,
+    pair: _Pair,
     plan: CopyPlan,
     layers: tuple[int, ...],
     options: TransferOptions,
@@ -233,33 +235,25 @@ def _start(
     engine = engine_named(path.engine)
     if not engine.cheap:  # another thread reads them while the caller goes on
         plan = plan.with_own_pages()
-    if path.op == "load":
-        steps = _steps(plan, layers, GROUP_NBYTES)
-    elif engine.cheap:
-        steps = [(layers, range(len(plan.source.planes)))]
-    else:
-        steps = _steps(plan, layers, 0)
+    count = len(layers)
+    together = max(1, min(count, -(-GROUP_NBYTES * count // max(1, plan.nbytes))))
+    if engine.cheap and path.op == "backup":  # nobody waits for single layers: one launch
+        together = count
+    steps = pair.steps.get(together)
+    if steps is None:
+        steps = pair.steps.setdefault(together, _steps(layers, len(plan.source.planes), together))
     device = plan.source.device if path.op == "backup" else plan.destination.device
     lane_of(device, path.op).start(Job(engine, plan, steps, options.for_engine(), completion))
 
 
-def _steps(plan: CopyPlan, layers: tuple[int, ...], least_nbytes: int) -> list[Step]:
-    """Return layers and their planes, so many layers together that each step has `least_nbytes`."""
-    planes = len(plan.source.planes)
+def _steps(layers: tuple[int, ...], num_planes: int, together: int) -> list[Step]:
+    """Return layers and their planes, `together` layers a step; planes are component-major."""
     count = len(layers)
-    together = max(1, min(count, -(-least_nbytes * count // max(1, plan.nbytes))))
     steps: list[Step] = []
     for first in range(0, count, together):
-        numbers = range(first, min(first + together, count))
-        if len(numbers) == 1:
-            steps.append(((layers[first],), range(first, planes, count)))
-        else:
-            mine = [
-                plane
-                for part in range(0, planes, count)
-                for plane in range(part + first, part + numbers.stop)
-            ]
-            steps.append((tuple(layers[number] for number in numbers), mine))
+        last = min(first + together, count)
+        planes = [plane for part in range(0, num_planes, count) for plane in range(part + first, part + last)]
+        steps.append((layers[first:last], planes))
     return steps
 
 

@@ -23,16 +23,17 @@ from hicache_tier.errors import InvalidArgumentError
 
 from .engine import far_side, near_side, to_host
 from .nvrtc import cache_folder
+from .plan import PairMemo
 from .runs import fragments_of
 from .staged import windows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from .plan import CopyPlan
+    from .plan import CopyPlan, RowMap
 
 FORMAT = 1
-BUSY_ORDER = ("copy_engine", "staged", "mixed", "cuda")
+BUSY_ORDER = ("copy_engine", "staged", "cuda")
 """Engines by what they cost kernels that run beside them, least first."""
 CLOSE = 0.03
 """Share of a contiguous copy within which engines count as equal."""
@@ -68,21 +69,26 @@ class PlanFacts:
     @classmethod
     def of(cls, plan: CopyPlan) -> Self:
         """Read the facts off a plan."""
-        near, far = near_side(plan), far_side(plan)
-        smallest = min(fragments_of(near, far), key=lambda plane: plane.nbytes)
-        pages, runs = len(plan.source_pages), len(plan.source_pages)
-        if smallest.whole and pages > 1 and not plan.indices_on_device:
-            steps = [np.diff(index.numpy()) == 1 for index in (plan.source_pages, plan.destination_pages)]
-            runs = pages - int(np.count_nonzero(steps[0] & steps[1]))
-        windows = windows_of(near, far)
-        nbytes = smallest.nbytes * pages // max(1, runs)
-        return cls(
-            direction="backup" if to_host(plan) else "load",
-            fragment_nbytes=nbytes,
-            count=max(1, plan.nbytes // max(1, nbytes)),
-            window_nbytes=min((window.nbytes for window in windows), default=0),
-            on_device=plan.indices_on_device,
-        )
+        smallest, whole, window_nbytes = _lengths(near_side(plan), far_side(plan))
+        on_device = plan.indices_on_device
+        pages = runs = max(1, len(plan.source_pages))
+        if whole and pages > 1 and not on_device:
+            ours, theirs = plan.source_pages.numpy(), plan.destination_pages.numpy()
+            follows = (ours[1:] - ours[:-1] == 1) & (theirs[1:] - theirs[:-1] == 1)
+            runs = pages - int(np.count_nonzero(follows))
+        nbytes = smallest * pages // runs
+        direction = "backup" if to_host(plan) else "load"
+        return cls(direction, nbytes, max(1, plan.nbytes // nbytes), window_nbytes, on_device)
+
+
+def _find_lengths(near: RowMap, far: RowMap) -> tuple[int, bool, int]:
+    """Return the smallest fragment, whether it is a whole page, and the smallest window or 0."""
+    smallest = fragments_of(near, far).smallest
+    windows = min((window.nbytes for window in windows_of(near, far)), default=0)
+    return smallest.nbytes, smallest.whole, windows
+
+
+_lengths = PairMemo(_find_lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +242,8 @@ def choose(facts: PlanFacts, usable: Sequence[str], table: CalibrationTable) -> 
 def _by_rule(facts: PlanFacts, order: Sequence[str]) -> Choice:
     """Choose where nothing like it was measured."""
     rules = (
-        ("copy_engine", facts.fragment_nbytes >= 64 << 10, "fragments of 64 KiB and more fill the link"),
+        ("copy_engine", facts.fragment_nbytes >= 32 << 10, "fragments of 32 KiB and more fill the link"),
         ("staged", facts.window_nbytes >= 64 << 10, "windows of 64 KiB and more fill the link"),
-        ("mixed", facts.fragment_nbytes >= 8 << 10, "fragments of 8 to 64 KiB go best by both"),
         ("cuda", True, "short fragments go best by a kernel"),
     )
     for name, holds, why in rules:

@@ -67,7 +67,7 @@ __device__ __forceinline__ u64 address(const Side& side, i64 page, u32 run, u32 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(
-    const Plane* __restrict__ planes, u32 first_plane, u32 plane_step, u32 num_planes,
+    const Plane* __restrict__ planes, u32 first_plane, u32 span, u32 stride, u32 num_planes,
     const SOURCE_INDEX* __restrict__ source_pages, const DESTINATION_INDEX* __restrict__ destination_pages,
     u32 num_pages, const u32* __restrict__ refused)
 {
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(
     const u64 tiles = (lines + GROUPS * UNROLL - 1) / (GROUPS * UNROLL);
     for (u64 tile = blockIdx.x; tile < tiles * num_planes; tile += gridDim.x) {
         const u32 number = (u32)(tile / tiles);
-        const Plane plane = planes[first_plane + number * plane_step];
+        const Plane plane = planes[first_plane + number / span * stride + number % span];
         const u64 first_line = (tile - number * tiles) * (GROUPS * UNROLL) + group;
         Word<WORD> words[UNROLL];
         u64 targets[UNROLL];

@@ -104,7 +104,7 @@ class PreparedKernel:
             if plan.check_indices and options.check_indices and plan.indices_on_device:
                 self._check(stream)
         refused = 0 if self._refused is None else self._refused.data_ptr()
-        self._planes = c_uint(0), c_uint(1), c_uint(0)
+        self._planes = c_uint(0), c_uint(1), c_uint(1), c_uint(0)
         self._indices, self._num_pages = (c_void_p(0), c_void_p(0)), c_uint(0)
         self._values = (
             c_void_p(self._table.data_ptr()),
@@ -116,7 +116,7 @@ class PreparedKernel:
         self._arguments = pointers(self._values)
 
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
-        """Launch one kernel for each group of equally spaced planes of one shape."""
+        """Launch one kernel for each group of planes of one shape."""
         self.submit_pages(planes, 0, len(self._plan.source_pages), stream)
 
     def submit_pages(self, planes: Sequence[int], start: int, count: int, stream: torch.cuda.Stream) -> None:
@@ -128,8 +128,9 @@ class PreparedKernel:
             value.value = index.data_ptr() + start * index.element_size()
         self._num_pages.value = count
         launch, handle = driver().launch, stream.cuda_stream
+        alone = len(self._groups) == 1
         for group, function in self._groups:
-            for found in progressions([plane for plane in planes if plane in group.planes]):
+            for found in spans(planes if alone else [plane for plane in planes if plane in group.planes]):
                 for field, number in zip(self._planes, found, strict=True):
                     field.value = number
                 launch(function, self._blocks, THREADS, handle, self._arguments)
@@ -168,14 +169,20 @@ class PreparedKernel:
         self._report.copy_(scratch[:2], non_blocking=True)
 
 
-def progressions(planes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (first, step, count) that together name `planes`: one where they are equally spaced."""
+def spans(planes: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Return (first, span, stride, count) that together name ascending `planes`, one where they are regular.
+
+    Plane `n` of a span list is `first + n // span * stride + n % span`: the layers of a step, component by
+    component.
+    """
     if not planes:
         return []
-    step = planes[1] - planes[0] if len(planes) > 1 else 1
-    if step > 0 and list(planes) == list(range(planes[0], planes[0] + step * len(planes), step)):
-        return [(planes[0], step, len(planes))]
-    return [(plane, 1, 1) for plane in planes]
+    span = next((n for n in range(1, len(planes)) if planes[n] != planes[0] + n), len(planes))
+    stride = planes[span] - planes[0] if span < len(planes) else span
+    named = [planes[0] + n // span * stride + n % span for n in range(len(planes))]
+    if len(planes) % span == 0 and named == list(planes):
+        return [(planes[0], span, stride, len(planes))]
+    return [(plane, 1, 1, 1) for plane in planes]
 
 
 def upload(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

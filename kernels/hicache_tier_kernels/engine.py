@@ -155,7 +155,9 @@ def new_event(*, blocking: bool = False) -> torch.cuda.Event:
 
 
 def check_stream(plan: CopyPlan, stream: torch.cuda.Stream) -> None:
-    """Refuse a stream of another device."""
+    """Refuse a stream of another device, and the default stream, which batches of copies do not take."""
     device = cuda_device(plan)
     if stream.device != device:
         raise InvalidArgumentError(f"the stream is of {stream.device}, the plan's device is {device}.")
+    if not stream.cuda_stream:
+        raise InvalidArgumentError("transfers need a stream of their own, not the default stream.")

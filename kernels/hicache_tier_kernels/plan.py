@@ -289,7 +289,8 @@ def _check_index(name: str, index: torch.Tensor, devices: set[torch.device]) -> 
 def _check_range(name: str, index: torch.Tensor, num_pages: int) -> None:
     if not len(index) or index.device.type != "cpu":
         return
-    low, high = (int(bound) for bound in index.aminmax())
+    numbers = index.numpy()
+    low, high = int(numbers.min()), int(numbers.max())
     if low < 0 or high >= num_pages:
         wrong = low if low < 0 else high
         raise InvalidArgumentError(f"{name} must be within 0 .. {num_pages - 1}, got {wrong}.")

@@ -9,7 +9,7 @@ from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError
 
 from .copy_engine import CopyEngine
 from .cuda import CudaEngine
-from .mixed import MixedEngine
+from .engine import cuda_device, new_stream
 from .staged import StagedEngine
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @cache
 def engines() -> dict[str, Engine]:
     """Return the engines that run on CUDA devices, by name."""
-    made: tuple[Engine, ...] = (CudaEngine(), StagedEngine(), MixedEngine(), CopyEngine())
+    made: tuple[Engine, ...] = (CudaEngine(), StagedEngine(), CopyEngine())
     return {engine.name: engine for engine in made}
 
 
@@ -45,13 +45,12 @@ def run_plan(name: str, plan: CopyPlan, stream: torch.cuda.Stream | None = None)
     """
     import torch
 
-    from .engine import cuda_device
-
     device = cuda_device(plan)
     if device is None:
         raise EngineUnavailableError(f"{name}: neither side is on a CUDA device.")
     if stream is None:
-        stream = torch.cuda.current_stream(device)
+        stream = new_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
     prepared = engine_named(name).prepare(plan, stream)
     prepared.submit(range(len(plan.source.planes)), stream)
     stream.synchronize()

@@ -17,68 +17,121 @@ from .shapes import Side, plane_groups
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from numpy.typing import NDArray
 
     from .plan import CopyPlan, RowMap
     from .shapes import Shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
-    """How the fragments of one plane lie within a page.
+    """How the fragments of some planes lie within a page; the same for all of them.
 
     Attributes
     ----------
+    planes : frozenset[int]
     nbytes : int
+        Of each fragment.
     source, destination : numpy.ndarray
-        int64 `[k]`: their offsets from the start of the page, on each side.
-    source_side, destination_side : Side
+        int64 `[k]`: offsets of fragments from the start of the page.
+    source_page, destination_page : int
+        Bytes from a page to the next.
     whole : bool
         Whether the one fragment is the page, and pages follow one another without gaps on both sides.
     """
 
+    planes: frozenset[int]
     nbytes: int
     source: NDArray[np.int64]
     destination: NDArray[np.int64]
-    source_side: Side
-    destination_side: Side
+    source_page: int
+    destination_page: int
     whole: bool
 
 
-def fragment_nbytes(source: RowMap, destination: RowMap) -> int:
-    """Return the bytes of the smallest fragment of all planes."""
-    return min(plane.nbytes for plane in fragments_of(source, destination))
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaneFragments:
+    """The fragments of all planes of two row maps.
+
+    Attributes
+    ----------
+    groups : tuple[Fragments, ...]
+    bases : tuple[numpy.ndarray, numpy.ndarray]
+        int64 `[planes]`: addresses of page 0, source and destination.
+    seamless : numpy.ndarray
+        bool `[planes]`: whether all pages of a plane lie within one registered range, on both sides.
+    """
+
+    groups: tuple[Fragments, ...]
+    bases: tuple[NDArray[np.int64], NDArray[np.int64]]
+    seamless: NDArray[np.bool_]
+
+    @property
+    def smallest(self) -> Fragments:
+        """The group with the shortest fragments."""
+        return min(self.groups, key=lambda group: group.nbytes)
 
 
-def split_planes(source: RowMap, destination: RowMap) -> tuple[Fragments, ...]:
-    """Return the fragments of each plane's pages."""
-    shapes: dict[int, Shape] = {}
-    for group in plane_groups(source, destination):
-        shapes |= dict.fromkeys(group.planes, group.shape)
-    return tuple(
-        _split(shapes[number], *views)
-        for number, views in enumerate(zip(source.planes, destination.planes, strict=True))
+def split_planes(source: RowMap, destination: RowMap) -> PlaneFragments:
+    """Return the fragments of all planes, those of equal strides together."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for shape_group in plane_groups(source, destination):
+        for number in sorted(shape_group.planes):
+            views = source.planes[number], destination.planes[number]
+            pieces = max(view.shape[2] for view in views)
+            strides = tuple(
+                (side.page, side.row, side.piece) for side in (Side.of(view, pieces) for view in views)
+            )
+            found.setdefault((shape_group.shape, pieces, strides), []).append(number)
+    groups = tuple(
+        _fragments(frozenset(planes), *key)  # type: ignore[arg-type]
+        for key, planes in found.items()
     )
+    bases = tuple(np.array(side.ptrs, dtype=np.int64) for side in (source, destination))
+    seamless = _within_one_range(source) & _within_one_range(destination)
+    return PlaneFragments(groups, (bases[0], bases[1]), seamless)
 
 
 fragments_of = PairMemo(split_planes)
 """`split_planes`, remembered."""
 
 
-def _split(shape: Shape, source: torch.Tensor, destination: torch.Tensor) -> Fragments:
-    pieces = max(source.shape[2], destination.shape[2])
-    ours, theirs = Side.of(source, pieces), Side.of(destination, pieces)
+def fragment_nbytes(source: RowMap, destination: RowMap) -> int:
+    """Return the bytes of the shortest fragment of all planes."""
+    return fragments_of(source, destination).smallest.nbytes
+
+
+def _fragments(
+    planes: frozenset[int],
+    shape: Shape,
+    pieces: int,
+    strides: tuple[tuple[int, int, int], tuple[int, int, int]],
+) -> Fragments:
+    row = shape.pieces * shape.piece
     run = min(shape.run, shape.far_run)
-    piece = shape.pieces * shape.piece // pieces
-    if run == piece and pieces > 1:
-        steps = [(row, number) for row in range(shape.rows) for number in range(pieces)]
+    if run == row * shape.rows:
+        steps = [(0, 0)]
+    elif run == row:
+        steps = [(number, 0) for number in range(shape.rows)]
     else:
-        steps = [(row, 0) for row in range(shape.rows)] if run < shape.rows * pieces * piece else [(0, 0)]
+        steps = [(number, piece) for number in range(shape.rows) for piece in range(pieces)]
     at = np.array(steps, dtype=np.int64)
-    offsets = [at[:, 0] * side.row + at[:, 1] * side.piece for side in (ours, theirs)]
-    whole = len(steps) == 1 and ours.page == theirs.page == run
-    return Fragments(run, offsets[0], offsets[1], ours, theirs, whole)
+    ours, theirs = (at[:, 0] * row_stride + at[:, 1] * piece for _, row_stride, piece in strides)
+    pages = strides[0][0], strides[1][0]
+    whole = len(steps) == 1 and set(pages) == {run}
+    return Fragments(planes, run, ours, theirs, pages[0], pages[1], whole)
+
+
+def _within_one_range(side: RowMap) -> NDArray[np.bool_]:
+    first = np.array(side.ptrs, dtype=np.int64)
+    if len(side.registered) < 2:
+        return np.ones(len(first), dtype=np.bool_)
+    last = first + (side.num_pages - 1) * np.array(side.page_strides, dtype=np.int64)
+    starts = np.array([start for start, _ in side.registered], dtype=np.int64)
+    within: NDArray[np.bool_] = np.searchsorted(starts, first, "right") == np.searchsorted(
+        starts, last, "right"
+    )
+    return within
 
 
 class Ranges:
@@ -92,37 +145,65 @@ class Ranges:
 
     def __init__(self, plan: CopyPlan) -> None:
         self._fragments = fragments_of(plan.source, plan.destination)
-        source = plan.source_pages.numpy().astype(np.int64, copy=False)
-        destination = plan.destination_pages.numpy().astype(np.int64, copy=False)
-        # Runs show up whatever order the pages come in.
-        order = np.lexsort((source, destination))
-        self._source, self._destination = source[order], destination[order]
-        follows = (np.diff(self._source) == 1) & (np.diff(self._destination) == 1)
-        self._breaks = ~follows
+        self._pages = [
+            index.numpy().astype(np.int64, copy=False)
+            for index in (plan.source_pages, plan.destination_pages)
+        ]
         self._seams = [
             np.array([start for start, _ in side.registered], dtype=np.int64)
             for side in (plan.source, plan.destination)
         ]
+        self._groups = [(group, self._of_group(group)) for group in self._fragments.groups]
 
     def of(self, planes: Sequence[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
         """Return destinations, sources and lengths of the ranges of some planes."""
-        parts = [self._plane(self._fragments[plane]) for plane in planes]
-        joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return joined[0].astype(np.uint64), joined[1].astype(np.uint64), joined[2].astype(np.uint64)
-
-    def _plane(self, plane: Fragments) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        sources = plane.source_side.base + self._source * plane.source_side.page
-        destinations = plane.destination_side.base + self._destination * plane.destination_side.page
-        if not plane.whole or len(sources) < 2:
-            starts = [
-                (side[:, None] + at).ravel()
-                for side, at in ((sources, plane.source), (destinations, plane.destination))
+        parts = []
+        for group, ranges in self._groups:
+            mine = np.array([plane for plane in planes if plane in group.planes], dtype=np.int64)
+            even = mine[self._fragments.seamless[mine]] if group.whole else mine
+            if len(even):
+                parts.append(self._at(even, *ranges))
+            parts += [
+                self._at(np.array([plane]), *self._of_group(group, int(plane)))
+                for plane in (mine[~self._fragments.seamless[mine]] if group.whole else ())
             ]
-            return starts[1], starts[0], np.full(len(starts[0]), plane.nbytes, dtype=np.int64)
-        breaks = self._breaks
-        for addresses, seams in zip((sources, destinations), self._seams, strict=True):
-            if len(seams) > 1:
-                breaks = breaks | (np.diff(np.searchsorted(seams, addresses, side="right")) != 0)
-        first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        counts = np.diff(np.append(first, len(sources)))
-        return destinations[first], sources[first], counts * plane.nbytes
+        sources, destinations, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return destinations.view(np.uint64), sources.view(np.uint64), sizes.view(np.uint64)
+
+    def _at(
+        self,
+        planes: NDArray[np.int64],
+        sources: NDArray[np.int64],
+        destinations: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        bases = self._fragments.bases
+        return (
+            (bases[0][planes][:, None] + sources).ravel(),
+            (bases[1][planes][:, None] + destinations).ravel(),
+            np.tile(sizes, len(planes)),
+        )
+
+    def _of_group(
+        self, group: Fragments, plane: int | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return sources and destinations as offsets from a plane's page 0, and lengths.
+
+        Pages are merged as if there were no seams, or by the seams of one plane.
+        """
+        pages = self._pages
+        if not group.whole:
+            sources = (pages[0][:, None] * group.source_page + group.source).ravel()
+            destinations = (pages[1][:, None] * group.destination_page + group.destination).ravel()
+            return sources, destinations, np.full(len(sources), group.nbytes, dtype=np.int64)
+        # Runs show up whatever order the pages come in.
+        order = np.argsort(pages[1], kind="stable")
+        ours, theirs = pages[0][order], pages[1][order]
+        breaks = (np.diff(ours) != 1) | (np.diff(theirs) != 1)
+        if plane is not None:
+            for numbers, bases, seams in zip((ours, theirs), self._fragments.bases, self._seams, strict=True):
+                ranges = np.searchsorted(seams, bases[plane] + numbers * group.nbytes, "right")
+                breaks |= np.diff(ranges) != 0
+        first = np.concatenate((np.zeros(min(1, len(ours)), dtype=np.int64), np.flatnonzero(breaks) + 1))
+        counts = np.diff(np.append(first, len(ours)))
+        return ours[first] * group.nbytes, theirs[first] * group.nbytes, counts * group.nbytes

@@ -40,14 +40,6 @@ class TestStaged(OnCuda):
     engine = "staged"
 
 
-class TestMixed(OnCuda):
-    engine = "mixed"
-
-    @pytest.fixture(autouse=True)
-    def _shares(self, monkeypatch):
-        monkeypatch.setattr("hicache_tier_kernels.mixed.SHARES", ((0, 0.5),))
-
-
 class TestStagedInSmallSlots(OnCuda):
     """Many steps, slots that come round again."""
 

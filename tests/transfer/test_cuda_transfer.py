@@ -29,7 +29,7 @@ ROWS = {
     "indexer": KVGeometry.indexer(num_layers=4, bytes_per_token=132, page_tokens=64),
 }
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-ENGINES = (None, "cuda", "staged", "copy_engine", "mixed")
+ENGINES = (None, "cuda", "staged", "copy_engine")
 PAGES = 64
 
 
@@ -125,7 +125,7 @@ def test_layers_arrive_in_order():
     device = DevicePool.empty(geometry, 128, device="cuda")
     pages = torch.arange(128)
     with HostPool(geometry, "layer_first", 128) as host:
-        for engine in ("cuda", "copy_engine", "mixed"):
+        for engine in ("cuda", "copy_engine"):
             done = load(host, device, pages, pages, options=TransferOptions(engine=engine))
             arrivals = []
             for layer in done.layers:
@@ -220,5 +220,5 @@ def test_the_choice_can_be_asked_for():
     device = DevicePool.empty(geometry, PAGES, device="cuda")
     with HostPool(geometry, "layer_first", PAGES) as host:
         path = explain(device, host, "load", [0, 1], [0, 1])
-        assert path.engine in {"cuda", "mixed", "copy_engine", "staged"}
+        assert path.engine in {"cuda", "copy_engine", "staged"}
         assert "chosen" in path.reason

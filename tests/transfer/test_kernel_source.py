@@ -14,7 +14,7 @@ import torch
 
 import hicache_tier_kernels
 from hicache_tier.testing.transfer import CopyEngineSuite
-from hicache_tier_kernels.cuda import copy_macros, progressions
+from hicache_tier_kernels.cuda import copy_macros, spans
 from hicache_tier_kernels.nvrtc import compile_cubin, compiler
 from hicache_tier_kernels.shapes import plane_groups, plane_table
 
@@ -31,12 +31,12 @@ struct uint4 { unsigned x, y, z, w; };
 struct Index { unsigned x; };
 static Index threadIdx, blockIdx, gridDim;
 #include "copy_pages.cu"
-extern "C" void grid(unsigned blocks, const Plane* planes, u32 first, u32 step, u32 count,
+extern "C" void grid(unsigned blocks, const Plane* planes, u32 first, u32 span, u32 stride, u32 count,
                      const SOURCE_INDEX* from, const DESTINATION_INDEX* to, u32 pages, const u32* refused) {
     gridDim.x = blocks;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x)
-            copy_pages(planes, first, step, count, from, to, pages, refused);
+            copy_pages(planes, first, span, stride, count, from, to, pages, refused);
 }
 """
 C_INT64 = torch.int64
@@ -66,13 +66,11 @@ def run_on_cpu(folder, plan, near, *, blocks=3, refused=None):
         )
         macros |= {"THREADS": 128, "UNROLL": 3}
         library = built(folder, tuple(macros.items()))
-        for first, step, count in progressions(sorted(group.planes)):
+        for span in spans(sorted(group.planes)):
             library.grid(
                 blocks,
                 ctypes.c_void_p(table.ctypes.data),
-                first,
-                step,
-                count,
+                *span,
                 *(ctypes.c_void_p(index.ctypes.data) for index in indices),
                 len(indices[0]),
                 None if refused is None else ctypes.c_void_p(refused.ctypes.data),
@@ -103,15 +101,17 @@ class TestLanesOverTheDestination(OnCpu):
     ("planes", "expected"),
     [
         ([], []),
-        ([3], [(3, 1, 1)]),
-        ([1, 33], [(1, 32, 2)]),
-        (range(6), [(0, 1, 6)]),
-        ([0, 1, 3], [(0, 1, 1), (1, 1, 1), (3, 1, 1)]),
-        ([5, 2], [(5, 1, 1), (2, 1, 1)]),
+        ([3], [(3, 1, 1, 1)]),
+        ([1, 33], [(1, 1, 32, 2)]),
+        (range(1, 64, 32), [(1, 1, 32, 2)]),
+        (range(6), [(0, 6, 6, 6)]),
+        ([4, 5, 36, 37], [(4, 2, 32, 4)]),
+        ([0, 1, 3], [(0, 1, 1, 1), (1, 1, 1, 1), (3, 1, 1, 1)]),
+        ([0, 1, 3, 5], [(0, 1, 1, 1), (1, 1, 1, 1), (3, 1, 1, 1), (5, 1, 1, 1)]),
     ],
 )
-def test_progressions(planes, expected):
-    assert progressions(planes) == expected
+def test_spans(planes, expected):
+    assert spans(planes) == expected
 
 
 @pytest.mark.skipif(not compiler(), reason=compiler().reason or "NVRTC is there")
