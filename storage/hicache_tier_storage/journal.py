@@ -61,9 +61,13 @@ class Journal:
         if len(slots) > _BEHIND or not self._whole():
             self.invalidate()
             return
-        head = int(self._words[1])
-        self._ring[(head + np.arange(len(slots))) % _RING] = slots
-        self._words[1] = self._cursor = head + len(slots)
+        # The writer counts for itself: what the file says may be garbage by now.
+        self._ring[(self._cursor % _RING + np.arange(len(slots))) % _RING] = slots
+        self._count_on(len(slots))
+
+    def _count_on(self, count: int) -> None:
+        self._cursor = (self._cursor + count) % (1 << 64)
+        self._words[1] = self._cursor
 
     def invalidate(self) -> None:
         """Make every reader scan the tables."""
@@ -72,9 +76,7 @@ class Journal:
                 self._make()
             if not self._whole():
                 return
-            self._words[1] = self._cursor
-        self._cursor = int(self._words[1]) + _RING + 1
-        self._words[1] = self._cursor
+        self._count_on(_RING + 1)
 
     def changes(self) -> NDArray[np.int64] | None:
         """Return slots changed since the last call, each once; None where only a scan can tell.
@@ -90,7 +92,7 @@ class Journal:
         count = (head - self._cursor) % (1 << 64)
         if count == 0:
             return np.empty(0, np.int64)
-        at = (self._cursor + np.arange(min(count, _BEHIND))) % _RING
+        at = (self._cursor % _RING + np.arange(min(count, _BEHIND))) % _RING
         slots = self._ring[at]
         # The writer fills the ring before it counts, at most `_BEHIND` slots at once.
         lost = count > _BEHIND or (int(self._words[1]) - self._cursor) % (1 << 64) > _BEHIND

@@ -26,7 +26,7 @@ def test_processes_that_write_the_same_keys_and_check_every_byte(tmp_path):
     workers = [StoreProcess(root, capacity_bytes=CAPACITY_NBYTES) for _ in range(3)]
     try:
         for seed, worker in enumerate(workers):
-            worker.tell("hammer", salt="same", count=60, seconds=3.0, seed=1000 * seed)
+            worker.tell("hammer", salt="same", count=60, seconds=2.0, seed=1000 * seed)
         results = [worker.answer() for worker in workers]
         assert all(result["turns"] > 20 for result in results), results
         assert all(result["loaded"] > 20 for result in results), results
@@ -82,7 +82,7 @@ def test_threads_on_one_store(memory_path):
     rig = StoreRig(memory_path / "root")
     store = rig.open(capacity_bytes=640 << 10)
     keys = keys_of("threads", 90)
-    stop = time.monotonic() + 4
+    stop = time.monotonic() + 2.5
     failures = []
 
     def work(seed):
@@ -156,7 +156,7 @@ def test_slabs_damaged_and_given_up_under_running_threads(memory_path):
     rig = StoreRig(memory_path / "root")
     stores = [rig.open(), rig.open()]  # two partitions: each reads the other's
     keys = keys_of("damage", 120)
-    stop = time.monotonic() + 4
+    stop = time.monotonic() + 2.5
 
     def work(seed):
         rng = random.Random(seed)
