@@ -161,7 +161,12 @@ def _calibrate(name: str, *, as_json: bool) -> None:
     with _ticking("measuring engines", len(samples())) as tick:
         table = calibration.run(tick)
     path = table.store()
-    result = {"host": host_facts(device), "stored": str(path), "measurements": calibration.rows}
+    result = {
+        "host": host_facts(device),
+        "stored": str(path),
+        "unavailable": calibration.unavailable,
+        "measurements": calibration.rows,
+    }
     if as_json:
         print_json(result)
     else:

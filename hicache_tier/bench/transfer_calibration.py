@@ -65,6 +65,15 @@ class Calibration:
     ----------
     device : torch.device
 
+    Attributes
+    ----------
+    engines : tuple[str, ...]
+        Those that run here.
+    unavailable : dict[str, str]
+        The others, with the reason.
+    rows : list of dict
+        What was measured.
+
     Raises
     ------
     BenchError
@@ -74,14 +83,15 @@ class Calibration:
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise BenchError(f"--calibrate needs a CUDA device, got {device}.")
-        found = {name: engine.available(device) for name, engine in engines().items()}
-        if not any(found.values()):
-            why_not = "; ".join(f"{name}: {support.reason}" for name, support in found.items())
-            raise BenchError(f"--calibrate finds no engine that runs here ({why_not}).")
+        self._device = device
         self._clock = CudaClock(device)
         self._link = Link(self._clock, _BUFFER_NBYTES)
-        self._device = device
+        found = {name: engine.available(device) for name, engine in engines().items()}
         self.engines = tuple(name for name, support in found.items() if support)
+        self.unavailable = {name: support.reason for name, support in found.items() if not support}
+        if not self.engines:
+            why_not = "; ".join(f"{name}: {reason}" for name, reason in self.unavailable.items())
+            raise BenchError(f"--calibrate finds no engine that runs here ({why_not}).")
         self.rows: list[dict[str, Any]] = []
 
     def run(self, tick: Callable[[], None]) -> CalibrationTable:

@@ -65,6 +65,7 @@ def print_calibration(result: dict[str, Any]) -> None:
             ),
         ),
         f"Kept in {result['stored']}; `auto` chooses by it from now on.",
+        *(f"Engine {name} was not measured: {why}." for name, why in result["unavailable"].items()),
     )
 
 

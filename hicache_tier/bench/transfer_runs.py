@@ -120,11 +120,14 @@ class TransferBench:
         if not support:
             self.peer_rows.append({**mine, "verified": None, "reason": support.reason} | speeds([], 0, best))
             return
-        submit = peer.prepare(rig, case, moves)
-        mine["verified"] = rig.check(moves[0], lambda: self._arrive(submit, 0))
-        laps = []
-        if mine["verified"]:
-            laps = self._laps(submit, peer.repeats)
+        laps: list[Lap] = []
+        try:
+            submit = peer.prepare(rig, case, moves)
+            mine["verified"] = rig.check(moves[0], lambda: self._arrive(submit, 0))
+            if mine["verified"]:
+                laps = self._laps(submit, peer.repeats)
+        except Exception as error:  # noqa: BLE001 - whatever ails a peer is its row, not the end of ours
+            mine |= {"verified": None, "reason": f"{type(error).__name__}: {error}"}
         nbytes = round(case.pages * rig.geometry.page_nbytes * len(case.direction.moves) * share)
         mine |= speeds(laps, nbytes, best)
         ours, theirs = row["gb_s"], mine["gb_s"]

@@ -151,6 +151,7 @@ class SglangKernels:
         self, rig: Rig, device: list[list[torch.Tensor]], indices: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> Callable[[int], None]:
         sources = _pointers(device, rig)
+        chosen = [(near, far.cpu()) for near, far in indices]  # its DMA is submitted page by page
         targets = []
         for component in rig.geometry.components:
             whole = rig.host.component_tensor(component.name)
@@ -162,7 +163,7 @@ class SglangKernels:
         ]
 
         def submit(turn: int) -> None:
-            near, far = indices[turn % len(indices)]
+            near, far = chosen[turn % len(chosen)]
             common = {"src_indices": near, "dst_indices": far, "page_size": rig.geometry.page_tokens}
             if len(sources) > 1:
                 self._kernels.transfer_hicache_all_layer_staged_lf_pf(

@@ -352,3 +352,31 @@ def test_busy_leaves_out_both_directions(monkeypatch):
     assert len(session) == len(
         Selection.default(cuda=True).cases()
     )  # both instead of one of four, and left out
+
+
+def test_a_peer_that_fails_is_a_row(monkeypatch):
+    class Failing(FakeKernels):
+        def transfer_hicache_one_layer_mla(self, **_):
+            raise RuntimeError("no such device")
+
+    from hicache_tier.bench import transfer_session
+
+    monkeypatch.setattr(transfer_sglang, "import_module", lambda _: Failing())
+    monkeypatch.setattr(transfer_session, "missing", lambda: None)
+    result = invoke(*TINY, "--geometry", "mla-bf16", "--layout", "page_first", "--direction", "load",
+                    "--peer", "sglang", "--json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["peers"]
+    assert (row["verified"], row["reason"]) == (None, "RuntimeError: no such device")
+    assert "no such device" in invoke(*TINY, "--geometry", "mla-bf16", "--layout", "page_first",
+                                      "--direction", "load", "--peer", "sglang").stdout  # fmt: skip
+
+
+def test_calibration_samples_are_few_and_make_pools():
+    from hicache_tier.bench.transfer_calibration import samples
+
+    found = samples()
+    assert 10 < len(found) < 40
+    assert {sample.geometry.page_nbytes for sample in found if sample.page_tokens == 1} == {
+        16 * 256, 16 * 576, 16 * 2048
+    }  # fmt: skip
