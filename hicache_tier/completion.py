@@ -87,6 +87,7 @@ class StreamCompletion(Completion):
     ) -> None:
         super().__init__(path, layers, pages, nbytes)
         self._changed = threading.Condition()
+        self._waiters = 0
         self._arrivals: dict[int, torch.cuda.Event] = {}
         self._last: torch.cuda.Event | None = None
         self._over: torch.cuda.Event | None = None
@@ -127,9 +128,11 @@ class StreamCompletion(Completion):
 
     def arrive(self, layers: Iterable[int], event: torch.cuda.Event) -> None:
         """Take note of the event after which some layers are there."""
-        with self._changed:
-            self._arrivals.update(dict.fromkeys(layers, event))
-            self._changed.notify_all()
+        for layer in layers:
+            self._arrivals[layer] = event
+        if self._waiters:  # who starts to wait now looks at the arrivals first
+            with self._changed:
+                self._changed.notify_all()
 
     def submitted(self, last: torch.cuda.Event, over: torch.cuda.Event, prepared: Prepared) -> None:
         """Take note that all is submitted: both events come after everything, the second for a sleeper."""
@@ -164,7 +167,11 @@ class StreamCompletion(Completion):
         self, event: Callable[[], torch.cuda.Event | None], timeout: float | None
     ) -> torch.cuda.Event:
         with self._changed:
-            self._changed.wait_for(lambda: event() is not None or self._error is not None, timeout)
+            self._waiters += 1
+            try:
+                self._changed.wait_for(lambda: event() is not None or self._error is not None, timeout)
+            finally:
+                self._waiters -= 1
             self._raise()
             found = event()
         if found is None:

@@ -87,8 +87,11 @@ class Lane:
     def _enqueue(self, job: Job, begin: torch.cuda.Event) -> None:
         main, completion, steps = self._streams[0], job.completion, job.steps
         main.wait_event(begin)
-        with torch.cuda.stream(main):
-            prepared = job.engine.prepare(job.plan, main, job.options)
+        plan = job.plan
+        if plan.indices_on_device and not job.engine.cheap:
+            with torch.cuda.stream(main):  # waits for what made the page numbers, not for the device
+                plan = plan.on_host()
+        prepared = job.engine.prepare(plan, main, job.options)
         if not prepared.by_layer:
             every = tuple(layer for layers, _ in steps for layer in layers)
             steps = [(every, range(len(job.plan.source.planes)))]

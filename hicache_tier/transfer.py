@@ -212,16 +212,14 @@ def _transfer(  # noqa: PLR0917 - internal, what `backup` and `load` have in com
         plan = CopyPlan(pair.source, pair.destination, *pages, check_indices=options.check_indices)
         if path.engine != "reference":
             path = _choose(pair, plan, path, io_backend, _capabilities(device, host), options)
-            completion = StreamCompletion(
-                path, layers, len(plan.source_pages), plan.nbytes, held.pop_all().close
-            )
+            completion = StreamCompletion(path, layers, plan.count, plan.nbytes, held.pop_all().close)
             _start(path, pair, plan, layers, options, completion)
             return completion
         if options.engine not in {None, "reference"}:
             raise InvalidArgumentError(f"engine {options.engine!r} cannot run here: {path.reason}.")
         for _, planes in _steps(layers, len(plan.source.planes), 1 if path.per_layer else len(layers)):
             run_reference(plan, planes)
-        return Completion(path, layers, len(plan.source_pages), plan.nbytes)
+        return Completion(path, layers, plan.count, plan.nbytes)
 
 
 def _start(  # noqa: PLR0917 - internal
@@ -252,7 +250,9 @@ def _steps(layers: tuple[int, ...], num_planes: int, together: int) -> list[Step
     steps: list[Step] = []
     for first in range(0, count, together):
         last = min(first + together, count)
-        planes = [plane for part in range(0, num_planes, count) for plane in range(part + first, part + last)]
+        planes = tuple(
+            plane for part in range(0, num_planes, count) for plane in range(part + first, part + last)
+        )
         steps.append((layers[first:last], planes))
     return steps
 

@@ -71,7 +71,7 @@ class PlanFacts:
         """Read the facts off a plan."""
         smallest, whole, window_nbytes = _lengths(near_side(plan), far_side(plan))
         on_device = plan.indices_on_device
-        pages = runs = max(1, len(plan.source_pages))
+        pages = runs = max(1, plan.count)
         if whole and pages > 1 and not on_device:
             ours, theirs = plan.source_pages.numpy(), plan.destination_pages.numpy()
             follows = (ours[1:] - ours[:-1] == 1) & (theirs[1:] - theirs[:-1] == 1)

@@ -80,7 +80,7 @@ class PreparedRanges:
 
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
         """Enqueue the ranges of some planes."""
-        if len(self._plan.source_pages):
+        if self._plan.count:
             with torch.cuda.device(stream.device):
                 copy_ranges(*self._ranges.of(planes), stream)
 

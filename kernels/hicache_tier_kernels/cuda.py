@@ -8,17 +8,27 @@ loads under way.
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_uint, c_void_p
-from functools import cache
+from ctypes import c_uint, c_void_p
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 
-from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError
+from hicache_tier.errors import EngineUnavailableError
 
 from .driver import DriverError, driver, pointers
-from .engine import DEFAULTS, EngineOptions, check_stream, cuda_device, driver_support, near_side, reachable
+from .engine import (
+    DEFAULTS,
+    EngineOptions,
+    check_stream,
+    cuda_device,
+    driver_support,
+    near_side,
+    reachable,
+    to_host,
+)
+from .indices import IndexCheck, PageNumbers
 from .nvrtc import CompileError, compile_cubin, compiler
 from .plan import PairMemo
 from .shapes import plane_groups, plane_table
@@ -32,15 +42,22 @@ if TYPE_CHECKING:
 
 MAX_SMS = 4
 """Default of `EngineOptions.max_sms`: the fewest that keep the link as busy as any number on an H200."""
-THREADS = 1024
-UNROLL = 8
-_CHECK_BLOCKS, _CHECK_THREADS = 8, 256
 _C_NAMES = {torch.int32: "int", torch.int64: "long long"}
-_FAULTS = (
-    "source_pages must be within 0 .. {source}",
-    "destination_pages must be within 0 .. {destination}",
-    "destination_pages must not repeat",
-)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Blocks of a launch, threads of a block, and loads that each thread has under way."""
+
+    blocks: int
+    threads: int
+    unroll: int
+
+
+READ = Grid(MAX_SMS, 1024, 8)
+"""For reads of host memory: the link's latency wants half a megabyte under way."""
+WRITE = Grid(MAX_SMS, 512, 2)
+"""For writes: stores that queue up before the link hold up all others of the device, so few."""
 
 
 class CudaEngine:
@@ -69,7 +86,10 @@ class CudaEngine:
         if not found:
             raise EngineUnavailableError(f"{self.name}: {found.reason}.")
         check_stream(plan, stream)
-        return PreparedKernel(plan, near_side(plan), stream, options.max_sms or MAX_SMS, options)
+        grid = WRITE if to_host(plan) else READ
+        if options.max_sms is not None:
+            grid = replace(grid, blocks=options.max_sms)
+        return PreparedKernel(plan, near_side(plan), stream, grid, options)
 
 
 class PreparedKernel:
@@ -83,93 +103,64 @@ class PreparedKernel:
         plan: CopyPlan,
         near: RowMap,
         stream: torch.cuda.Stream,
-        blocks: int,
+        grid: Grid,
         options: EngineOptions,
     ) -> None:
         near_source = plan.source is near
         self._plan = plan
-        self._blocks = blocks
+        self._grid = grid
         self._device = stream.device
         types = plan.source_pages.dtype, plan.destination_pages.dtype
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            self._groups = [
-                (group, _copy_function(self._device.index, group.shape, near_source, *types))
-                for group in plane_groups(near, plan.destination if near_source else plan.source)
-            ]
-            self._table = _tables(plan.source, plan.destination)
-            uploaded = upload([plan.source_pages, plan.destination_pages], self._device)
-            self._source_pages, self._destination_pages = uploaded
-            self._refused: torch.Tensor | None = None
-            self._report: torch.Tensor | None = None
-            if plan.check_indices and options.check_indices and plan.indices_on_device:
-                self._check(stream)
-        refused = 0 if self._refused is None else self._refused.data_ptr()
+        far = plan.destination if near_source else plan.source
+        self._groups = [
+            (group.planes, copy_function(self._device.index, group.shape, near_source, grid, *types))
+            for group in plane_groups(near, far)
+        ]
+        table = plane_tables(plan.source, plan.destination)
+        self._numbers = PageNumbers(plan.source_pages, plan.destination_pages, stream)
+        self._check = None
+        if plan.check_indices and options.check_indices and plan.indices_on_device:
+            self._check = IndexCheck(plan, self._numbers, stream, check_function)
+        refused = 0 if self._check is None else self._check.verdict
         self._planes = c_uint(0), c_uint(1), c_uint(1), c_uint(0)
         self._indices, self._num_pages = (c_void_p(0), c_void_p(0)), c_uint(0)
         self._values = (
-            c_void_p(self._table.data_ptr()),
+            c_void_p(table.data_ptr()),
             *self._planes,
             *self._indices,
             self._num_pages,
             c_void_p(refused),
         )
+        self._table = table
         self._arguments = pointers(self._values)
 
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
         """Launch one kernel for each group of planes of one shape."""
-        self.submit_pages(planes, 0, len(self._plan.source_pages), stream)
+        self.submit_pages(planes, 0, self._plan.count, stream)
 
     def submit_pages(self, planes: Sequence[int], start: int, count: int, stream: torch.cuda.Stream) -> None:
         """Copy `count` of the pages from position `start` on."""
         if not count:
             return
-        indices = (self._source_pages, self._destination_pages)
-        for value, index in zip(self._indices, indices, strict=True):
-            value.value = index.data_ptr() + start * index.element_size()
+        for value, address, itemsize in zip(self._indices, *self._numbers.where, strict=True):
+            value.value = address + start * itemsize
         self._num_pages.value = count
         launch, handle = driver().launch, stream.cuda_stream
+        blocks, threads = self._grid.blocks, self._grid.threads
         alone = len(self._groups) == 1
-        for group, function in self._groups:
-            for found in spans(planes if alone else [plane for plane in planes if plane in group.planes]):
+        for members, function in self._groups:
+            for found in spans(tuple(planes if alone else [plane for plane in planes if plane in members])):
                 for field, number in zip(self._planes, found, strict=True):
                     field.value = number
-                launch(function, self._blocks, THREADS, handle, self._arguments)
+                launch(function, blocks, threads, handle, self._arguments)
 
     def fault(self) -> Exception | None:
         """Return which page number the device refused."""
-        if self._report is None or not int(self._report[0]):
-            return None
-        kind, position = int(self._report[0]) - 1, int(self._report[1])
-        limits = {
-            "source": self._plan.source.num_pages - 1,
-            "destination": self._plan.destination.num_pages - 1,
-        }
-        index = self._plan.destination_pages if kind else self._plan.source_pages
-        text = _FAULTS[kind].format(**limits)
-        return InvalidArgumentError(f"{text}, got {int(index[position])} at {position}; nothing was copied.")
-
-    def _check(self, stream: torch.cuda.Stream) -> None:
-        plan = self._plan
-        words = -(-plan.destination.num_pages // 32)
-        scratch = torch.zeros(words + 2, dtype=torch.int32, device=self._device)
-        self._refused = scratch[:2]
-        values = [
-            c_void_p(self._source_pages.data_ptr()),
-            c_void_p(self._destination_pages.data_ptr()),
-            c_uint(len(plan.source_pages)),
-            c_int64(plan.source.num_pages),
-            c_int64(plan.destination.num_pages),
-            c_void_p(scratch[2:].data_ptr()),
-            c_void_p(scratch.data_ptr()),
-        ]
-        types = plan.source_pages.dtype, plan.destination_pages.dtype
-        function = _check_function(self._device.index, *types)
-        driver().launch(function, _CHECK_BLOCKS, _CHECK_THREADS, stream.cuda_stream, pointers(values))
-        self._report = torch.empty(2, dtype=torch.int32, pin_memory=True)
-        self._report.copy_(scratch[:2], non_blocking=True)
+        return None if self._check is None else self._check.fault()
 
 
-def spans(planes: Sequence[int]) -> list[tuple[int, int, int, int]]:
+@lru_cache(maxsize=4096)
+def spans(planes: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     """Return (first, span, stride, count) that together name ascending `planes`, one where they are regular.
 
     Plane `n` of a span list is `first + n // span * stride + n % span`: the layers of a step, component by
@@ -185,23 +176,6 @@ def spans(planes: Sequence[int]) -> list[tuple[int, int, int, int]]:
     return [(plane, 1, 1, 1) for plane in planes]
 
 
-def upload(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Bring small host tensors to the device in one copy on the current stream; device tensors stay.
-
-    The pinned memory in between comes from torch's cache, which keeps it until the copy is done.
-    """
-    mine = [part.contiguous().view(torch.uint8) for part in parts if part.device.type == "cpu"]
-    starts = np.cumsum([0, *(-(-part.numel() // 16) * 16 for part in mine)]).tolist()
-    staging = torch.empty(max(16, starts[-1]), dtype=torch.uint8, pin_memory=True)
-    for part, start in zip(mine, starts, strict=False):
-        staging[start : start + part.numel()] = part
-    arrived = staging.to(device, non_blocking=True)
-    uploaded = iter([arrived[at : at + part.numel()] for at, part in zip(starts, mine, strict=False)])
-    return [
-        next(uploaded).view(part.dtype) if part.device.type == "cpu" else part.contiguous() for part in parts
-    ]
-
-
 @cache
 def _loadable(index: int) -> Support:
     """Compile and load the smallest kernel there is, once a device."""
@@ -210,7 +184,7 @@ def _loadable(index: int) -> Support:
             return found
     try:
         with torch.cuda.device(index):
-            _check_function(index, torch.int64, torch.int64)
+            check_function(index, torch.int64, torch.int64)
     except (CompileError, DriverError) as error:
         return Support(ok=False, reason=str(error))
     return Support(ok=True, reason=f"{compiler().reason}, {_arch(index)}")
@@ -226,11 +200,17 @@ def _table_on_device(source: RowMap, destination: RowMap) -> torch.Tensor:
     return torch.from_numpy(plane_table(source, destination)).to(device)
 
 
-_tables = PairMemo(_table_on_device)
+plane_tables = PairMemo(_table_on_device)
+"""Plane tables on the device, remembered."""
 
 
 def copy_macros(
-    shape: Shape, source_index: torch.dtype, destination_index: torch.dtype, *, near_source: bool
+    shape: Shape,
+    grid: Grid,
+    source_index: torch.dtype,
+    destination_index: torch.dtype,
+    *,
+    near_source: bool,
 ) -> dict[str, object]:
     """Return the macros that `copy_pages.cu` is compiled with."""
     return {
@@ -246,27 +226,29 @@ def copy_macros(
         "FAR_JOINED": int(shape.joined),
         "SOURCE_INDEX": _C_NAMES[source_index],
         "DESTINATION_INDEX": _C_NAMES[destination_index],
-        "THREADS": THREADS,
-        "UNROLL": UNROLL,
+        "THREADS": grid.threads,
+        "UNROLL": grid.unroll,
     }
 
 
 @cache
-def _copy_function(
+def copy_function(
     device: int,
     shape: Shape,
     near_source: bool,
+    grid: Grid,
     source_index: torch.dtype,
     destination_index: torch.dtype,
 ) -> int:
     """Compile and load a copy kernel into the current context; modules stay loaded."""
-    macros = copy_macros(shape, source_index, destination_index, near_source=near_source)
+    macros = copy_macros(shape, grid, source_index, destination_index, near_source=near_source)
     code = compile_cubin("copy_pages.cu", macros, _arch(device))
     return driver().function(driver().load_module(code), "copy_pages")
 
 
 @cache
-def _check_function(device: int, source_index: torch.dtype, destination_index: torch.dtype) -> int:
+def check_function(device: int, source_index: torch.dtype, destination_index: torch.dtype) -> int:
+    """Compile and load the check of page numbers into the current context."""
     macros = {"SOURCE_INDEX": _C_NAMES[source_index], "DESTINATION_INDEX": _C_NAMES[destination_index]}
     code = compile_cubin("check_pages.cu", macros, _arch(device))
     return driver().function(driver().load_module(code), "check_pages")

@@ -189,6 +189,10 @@ class CopyPlan:
     check_indices : bool
         Whether page numbers are checked. Those on the CPU are checked here; those on a device by the engine
         that runs the plan, before it copies anything.
+    count : int
+        Pages to copy.
+    indices_on_device : bool
+        Whether some page numbers are on a device, so that only a kernel can read them without waiting.
 
     Raises
     ------
@@ -202,31 +206,31 @@ class CopyPlan:
     source_pages: torch.Tensor
     destination_pages: torch.Tensor
     check_indices: bool = True
+    count: int = field(init=False)
+    indices_on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:
         _matched(self.source, self.destination)
-        devices = {self.source.device, self.destination.device, torch.device("cpu")}
-        _check_index("source_pages", self.source_pages, devices)
-        _check_index("destination_pages", self.destination_pages, devices)
-        counts = len(self.source_pages), len(self.destination_pages)
+        ours, theirs = self.source_pages, self.destination_pages
+        on_device = ours.device.type != "cpu" or theirs.device.type != "cpu"
+        _check_index("source_pages", ours, self)
+        _check_index("destination_pages", theirs, self)
+        counts = ours.numel(), theirs.numel()
         if counts[0] != counts[1]:
             raise InvalidArgumentError(
                 f"source_pages and destination_pages go one to one, got {counts[0]} and {counts[1]}."
             )
-        if self.check_indices:
-            _check_range("source_pages", self.source_pages, self.source.num_pages)
-            _check_range("destination_pages", self.destination_pages, self.destination.num_pages)
-            _check_distinct(self.destination_pages, self.destination.num_pages)
+        object.__setattr__(self, "count", counts[0])
+        object.__setattr__(self, "indices_on_device", on_device)
+        if self.check_indices and counts[0]:
+            _check_range("source_pages", ours, self.source.num_pages)
+            _check_range("destination_pages", theirs, self.destination.num_pages)
+            _check_distinct(theirs, self.destination.num_pages)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the plan copies."""
-        return len(self.source_pages) * self.source.page_nbytes
-
-    @property
-    def indices_on_device(self) -> bool:
-        """Whether some page numbers are on a device, so that only a kernel can read them without waiting."""
-        return self.source_pages.device.type != "cpu" or self.destination_pages.device.type != "cpu"
+        return self.count * self.source.page_nbytes
 
     def on_host(self) -> CopyPlan:
         """Return the same plan with its page numbers on the CPU; waits for the device where they are not."""
@@ -276,18 +280,21 @@ def _check_maps(source: RowMap, destination: RowMap) -> None:
 _matched = PairMemo(_check_maps)
 
 
-def _check_index(name: str, index: torch.Tensor, devices: set[torch.device]) -> None:
+def _check_index(name: str, index: torch.Tensor, plan: CopyPlan) -> None:
     if index.dtype not in INDEX_DTYPES or index.dim() != 1:
         raise InvalidArgumentError(
             f"{name} must be int32 or int64 of shape [n], got {index.dtype} of shape {tuple(index.shape)}."
         )
+    if index.device.type == "cpu":
+        return
+    devices = {plan.source.device, plan.destination.device}
     if index.device not in devices:
-        allowed = ", ".join(sorted(map(str, devices)))
+        allowed = ", ".join(sorted({"cpu", *map(str, devices)}))
         raise InvalidArgumentError(f"{name} is on {index.device}, allowed: {allowed}.")
 
 
 def _check_range(name: str, index: torch.Tensor, num_pages: int) -> None:
-    if not len(index) or index.device.type != "cpu":
+    if index.device.type != "cpu":
         return
     numbers = index.numpy()
     low, high = int(numbers.min()), int(numbers.max())
@@ -298,7 +305,7 @@ def _check_range(name: str, index: torch.Tensor, num_pages: int) -> None:
 
 def _check_distinct(index: torch.Tensor, num_pages: int) -> None:
     """Refuse a page that comes twice; one byte a page is cheaper than sorting."""
-    if len(index) < 2 or index.device.type != "cpu":
+    if index.device.type != "cpu":
         return
     numbers = index.numpy()
     seen = np.zeros(num_pages, dtype=bool)

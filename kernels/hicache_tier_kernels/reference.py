@@ -34,7 +34,7 @@ def run_reference(plan: CopyPlan, planes: Iterable[int] | None = None) -> None:
     planes : iterable of int, optional
         Copy only these planes (those of one layer, say); all where left out.
     """
-    if not len(plan.source_pages):
+    if not plan.count:
         return
     plan = plan.on_host()
     ours, theirs = plan.source.device, plan.destination.device

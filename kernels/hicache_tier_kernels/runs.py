@@ -58,13 +58,13 @@ class PlaneFragments:
     groups : tuple[Fragments, ...]
     bases : tuple[numpy.ndarray, numpy.ndarray]
         int64 `[planes]`: addresses of page 0, source and destination.
-    seamless : numpy.ndarray
-        bool `[planes]`: whether all pages of a plane lie within one registered range, on both sides.
+    seamless : bool
+        Whether all pages of each plane lie within one registered range, on both sides.
     """
 
     groups: tuple[Fragments, ...]
     bases: tuple[NDArray[np.int64], NDArray[np.int64]]
-    seamless: NDArray[np.bool_]
+    seamless: bool
 
     @property
     def smallest(self) -> Fragments:
@@ -88,7 +88,7 @@ def split_planes(source: RowMap, destination: RowMap) -> PlaneFragments:
         for key, planes in found.items()
     )
     bases = tuple(np.array(side.ptrs, dtype=np.int64) for side in (source, destination))
-    seamless = _within_one_range(source) & _within_one_range(destination)
+    seamless = _within_one_range(source) and _within_one_range(destination)
     return PlaneFragments(groups, (bases[0], bases[1]), seamless)
 
 
@@ -122,16 +122,13 @@ def _fragments(
     return Fragments(planes, run, ours, theirs, pages[0], pages[1], whole)
 
 
-def _within_one_range(side: RowMap) -> NDArray[np.bool_]:
-    first = np.array(side.ptrs, dtype=np.int64)
+def _within_one_range(side: RowMap) -> bool:
     if len(side.registered) < 2:
-        return np.ones(len(first), dtype=np.bool_)
+        return True
+    first = np.array(side.ptrs, dtype=np.int64)
     last = first + (side.num_pages - 1) * np.array(side.page_strides, dtype=np.int64)
     starts = np.array([start for start, _ in side.registered], dtype=np.int64)
-    within: NDArray[np.bool_] = np.searchsorted(starts, first, "right") == np.searchsorted(
-        starts, last, "right"
-    )
-    return within
+    return bool(np.all(np.searchsorted(starts, first, "right") == np.searchsorted(starts, last, "right")))
 
 
 class Ranges:
@@ -159,29 +156,29 @@ class Ranges:
         """Return destinations, sources and lengths of the ranges of some planes."""
         parts = []
         for group, ranges in self._groups:
-            mine = np.array([plane for plane in planes if plane in group.planes], dtype=np.int64)
-            even = mine[self._fragments.seamless[mine]] if group.whole else mine
-            if len(even):
-                parts.append(self._at(even, *ranges))
-            parts += [
-                self._at(np.array([plane]), *self._of_group(group, int(plane)))
-                for plane in (mine[~self._fragments.seamless[mine]] if group.whole else ())
-            ]
-        sources, destinations, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
+            mine = planes if len(self._groups) == 1 else [n for n in planes if n in group.planes]
+            if group.whole and not self._fragments.seamless:
+                parts += [self._at([plane], *self._of_group(group, plane)) for plane in mine]
+            elif len(mine):
+                parts.append(self._at(mine, *ranges))
+        sources, destinations, sizes = (
+            column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*parts, strict=True)
+        )
         return destinations.view(np.uint64), sources.view(np.uint64), sizes.view(np.uint64)
 
     def _at(
         self,
-        planes: NDArray[np.int64],
+        planes: Sequence[int],
         sources: NDArray[np.int64],
         destinations: NDArray[np.int64],
         sizes: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        numbers = list(planes)
         bases = self._fragments.bases
         return (
-            (bases[0][planes][:, None] + sources).ravel(),
-            (bases[1][planes][:, None] + destinations).ravel(),
-            np.tile(sizes, len(planes)),
+            (bases[0][numbers, None] + sources).ravel(),
+            (bases[1][numbers, None] + destinations).ravel(),
+            np.tile(sizes, len(numbers)),
         )
 
     def _of_group(

@@ -20,7 +20,7 @@ import torch
 from hicache_tier.errors import EngineUnavailableError
 
 from .copy_engine import CopyEngine, copy_ranges
-from .cuda import CudaEngine, PreparedKernel
+from .cuda import CudaEngine, Grid, PreparedKernel
 from .engine import (
     DEFAULTS,
     EngineOptions,
@@ -39,13 +39,13 @@ from .support import Support
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SLOT_NBYTES = 16 << 20
-SLOTS = 8
+SLOT_NBYTES = 64 << 20
+SLOTS = 4
 LEAST_NBYTES = 2 << 20
 """Least bytes of one step where there are enough: smaller transfers are still cut into several."""
 LEAST_STEPS = 4
-BLOCKS = 32
-"""Blocks of the rearranging kernel: it is short, so it may have many."""
+GRID = Grid(64, 1024, 4)
+"""Of the rearranging kernel: it is short, so it may take many multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +131,12 @@ class PreparedWindows:
         maps = _ring_maps(plan.source, plan.destination)
         self._kernels = []
         for window, (near, far) in zip(self._windows, maps, strict=True):
-            position = np.arange(len(far_pages))
-            step = _pages_a_step(window.nbytes, len(far_pages))
+            position = np.arange(plan.count)
+            step = _pages_a_step(window.nbytes, plan.count)
             here = torch.from_numpy(position // step % SLOTS * _pages_a_slot(window.nbytes) + position % step)
             sides = (far, near, far_pages, here) if self._backup else (near, far, here, far_pages)
             inner = CopyPlan(*sides, check_indices=False)
-            self._kernels.append(PreparedKernel(inner, near, stream, BLOCKS, options))
+            self._kernels.append(PreparedKernel(inner, near, stream, GRID, options))
 
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
         """Enqueue the windows that hold `planes`: all planes at once where windows hold several."""

@@ -14,7 +14,7 @@ import torch
 
 import hicache_tier_kernels
 from hicache_tier.testing.transfer import CopyEngineSuite
-from hicache_tier_kernels.cuda import copy_macros, spans
+from hicache_tier_kernels.cuda import Grid, copy_macros, spans
 from hicache_tier_kernels.nvrtc import compile_cubin, compiler
 from hicache_tier_kernels.shapes import plane_groups, plane_table
 
@@ -60,13 +60,13 @@ def run_on_cpu(folder, plan, near, *, blocks=3, refused=None):
     for group in plane_groups(near, far):
         macros = copy_macros(
             group.shape,
+            Grid(1, 128, 3),
             plan.source_pages.dtype,
             plan.destination_pages.dtype,
             near_source=near is plan.source,
         )
-        macros |= {"THREADS": 128, "UNROLL": 3}
         library = built(folder, tuple(macros.items()))
-        for span in spans(sorted(group.planes)):
+        for span in spans(tuple(sorted(group.planes))):
             library.grid(
                 blocks,
                 ctypes.c_void_p(table.ctypes.data),
@@ -111,7 +111,7 @@ class TestLanesOverTheDestination(OnCpu):
     ],
 )
 def test_spans(planes, expected):
-    assert spans(planes) == expected
+    assert spans(tuple(planes)) == expected
 
 
 @pytest.mark.skipif(not compiler(), reason=compiler().reason or "NVRTC is there")
