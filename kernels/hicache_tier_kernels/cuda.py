@@ -232,7 +232,7 @@ def copy_macros(
 
 
 @cache
-def copy_function(
+def copy_function(  # noqa: PLR0917 - what a kernel is compiled for
     device: int,
     shape: Shape,
     near_source: bool,
