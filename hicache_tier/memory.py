@@ -22,6 +22,7 @@ from .pinning import (
     register_chunks,
     unregister_chunks,
 )
+from .placement import device_node, prefer_node, use_huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -176,8 +177,15 @@ class HostMemory:
         if why_not is not None:
             log.info("host memory is plain, not pinned: %s", why_not)
         elif pinned:
+            self._place(mapping)
             parts = chunks_of(0, self.nbytes, PAGE_NBYTES, CHUNK_NBYTES) if chunks is None else chunks
             self._pin(mapping, registrar, parts, required=pinned is True)
+
+    def _place(self, mapping: mmap.mmap) -> None:
+        """Choose pages and node before the first touch, which pinning is."""
+        node = device_node(torch.cuda.current_device()) if torch.cuda.is_available() else None
+        found = use_huge_pages(mapping), prefer_node(self.address, self.nbytes, node)
+        log.info("host memory at %#x: %s", self.address, "; ".join(one.reason for one in found))
 
     def _pin(
         self, mapping: mmap.mmap, registrar: Registrar, chunks: Sequence[Chunk], *, required: bool
