@@ -10,6 +10,7 @@ import mmap
 import platform
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def use_huge_pages(mapping: mmap.mmap, root: Path = Path("/")) -> Support:
 
 def device_node(index: int, root: Path = Path("/")) -> int | None:
     """Return the memory node that a CUDA device hangs on, or None where the system does not tell."""
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)
     with suppress(AttributeError, OSError, ValueError):  # older torch does not tell the place
         numbers = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
         folder = "{:04x}:{:02x}:{:02x}.0".format(*map(int, numbers))
