@@ -201,10 +201,11 @@ def _verdict(report: DemoReport) -> Text:
         missing = (f"{report.pages_missing} pages did NOT come from the store", "bold red")
         return Text.assemble("tokens equal, but ", missing, f"; what the tier counted: {why}")
     saved = report.cold_seconds / report.warm_seconds
+    gain = f"{saved:.1f} times faster" if saved >= 1 else f"{1 / saved:.1f} times SLOWER"
     text = Text.assemble(
         ("tokens equal", "bold green"),
         ", KV bytes equal, argmax of the logits equal at every step\n",
-        f"{saved:.1f} times faster to the first token\n",
+        f"{gain} to the first token\n",
         ("written: ", "dim"),
         report.cold["text"].strip(),
     )

@@ -11,6 +11,7 @@ from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.host_pool import HostPool
 from hicache_tier.keys import page_keys
 from hicache_tier.tier import Tier, WritePolicy
+from hicache_tier.transfer import backup, load
 from hicache_tier_storage import open_store
 
 from .bridge import fill_cache, fill_pool, geometry_of
@@ -66,6 +67,7 @@ class Shelf:
                 deadline_s=_PATIENCE_S,
                 io_backend=options.io_backend,
             )
+            self._warm_up()
         # An engine's free pages lie anywhere, so the places in the device pool are shuffled here.
         self.places = torch.randperm(num_pages, generator=torch.Generator().manual_seed(_SEED))
 
@@ -79,6 +81,13 @@ class Shelf:
                 "Give a longer prompt or a smaller page size."
             )
         return cls(job, geometry_of(warmed, size), len(prompt) // size, device)
+
+    def _warm_up(self) -> None:
+        """Move one page down and up, so that no timed copy pays for first calls (on a GPU, for compiling)."""
+        pages = self.host.alloc(1)
+        backup(self.device, self.host, [0], pages, self.options.io_backend).wait()
+        load(self.host, self.device, pages, [0], self.options.io_backend).wait()
+        self.host.free(pages)
 
     def usable_tokens(self, prompt: list[int]) -> int:
         """Tokens in whole pages, with one token of the prompt left over for the model."""
