@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.geometry import KVGeometry
+from hicache_tier.host_pool import HostPool
+from hicache_tier_kernels import CalibrationTable, CopyPlan, Measurement, PlanFacts, choose, table_for
+from hicache_tier_kernels.choice import table_path
+
+KIB = 1 << 10
+EVERY = ("cuda", "staged", "copy_engine")
+MHA = KVGeometry.mha(num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16", page_tokens=4)
+
+
+def row(direction, fragment, window, count=1000, **ratios):
+    return Measurement(direction, fragment, count, window, ratios)
+
+
+TABLE = CalibrationTable(
+    "Test Device",
+    (
+        row("load", 16 * KIB, 0, cuda=0.93, copy_engine=0.3),
+        row("load", 128 * KIB, 0, cuda=0.93, copy_engine=0.98),
+        row("backup", 16 * KIB, 0, cuda=0.95, copy_engine=0.94),
+        row("load", 256, 512 * KIB, cuda=0.93, staged=0.97),
+        row("load", 256, 16 * KIB, cuda=0.92, staged=0.5),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("direction", "fragment", "window", "expected"),
+    [
+        ("load", 16 * KIB, 0, "cuda"),
+        ("load", 24 * KIB, 0, "cuda"),
+        ("load", 128 * KIB, 0, "copy_engine"),
+        ("load", 512 * KIB, 0, "copy_engine"),
+        ("backup", 16 * KIB, 0, "copy_engine"),  # as good as the kernel, and a busy device keeps its speed
+        ("load", 256, 1024 * KIB, "staged"),
+        ("load", 256, 16 * KIB, "cuda"),
+    ],
+)
+def test_the_nearest_measurement_decides(direction, fragment, window, expected):
+    usable = EVERY if window else ("cuda", "copy_engine")
+    choice = choose(PlanFacts(direction, fragment, 1000, window), usable, TABLE)
+    assert choice.engine == expected
+    assert "Test Device" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "usable", "expected"),
+    [
+        (PlanFacts("load", 64 * KIB, 10), EVERY, "copy_engine"),
+        (PlanFacts("load", 2 * KIB, 10, 4096 * KIB), EVERY, "staged"),
+        (PlanFacts("load", 2 * KIB, 10, 8 * KIB), EVERY, "cuda"),
+        (PlanFacts("load", 2 * KIB, 10), ("copy_engine", "staged"), "copy_engine"),
+        (PlanFacts("load", 2 * KIB, 10), ("staged",), "staged"),
+    ],
+)
+def test_rules_where_nothing_like_it_was_measured(facts, usable, expected):
+    choice = choose(facts, usable, CalibrationTable("none"))
+    assert choice.engine == expected
+    assert choice.reason
+
+
+def test_page_numbers_on_the_device_are_read_by_a_kernel():
+    choice = choose(PlanFacts("load", 128 * KIB, 1000, 0, on_device=True), EVERY, TABLE)
+    assert choice.engine == "cuda"
+    assert "on the device" in choice.reason
+
+
+def test_no_engine():
+    with pytest.raises(InvalidArgumentError, match="no engine"):
+        choose(PlanFacts("load", 1, 1), (), TABLE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sources", "destinations", "fragment", "count", "window"),
+    [
+        ("layer_first", [0, 1, 2, 3], [4, 5, 6, 7], 4 * 128, 8, 128),  # one run of four pages a plane
+        ("layer_first", [0, 2, 4, 6], [7, 5, 3, 1], 128, 32, 128),
+        ("page_first", [0, 1, 2, 3], [4, 5, 6, 7], 32, 4 * 32, 512),
+        ("page_first_direct", [0, 1, 2, 3], [4, 5, 6, 7], 128, 32, 512),
+    ],
+)
+def test_the_facts_of_a_plan(layout, sources, destinations, fragment, count, window):
+    with HostPool(MHA, "layer_first", 8, pinned=False) as far, HostPool(MHA, layout, 8, pinned=False) as near:
+        plan = CopyPlan(near.row_map(), far.row_map(), torch.tensor(sources), torch.tensor(destinations))
+        facts = PlanFacts.of(plan)
+        assert (facts.fragment_nbytes, facts.count, facts.window_nbytes) == (fragment, count, window)
+        assert not facts.on_device
+
+
+def test_there_and_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("HICACHE_TIER_CACHE", str(tmp_path))
+    assert CalibrationTable.from_json(TABLE.to_json()) == TABLE
+    assert TABLE.store() == table_path("Test Device") == tmp_path / "calibration" / "test_device.json"
+    assert table_for("Test Device") == TABLE
+    assert [path.name for path in (tmp_path / "calibration").iterdir()] == ["test_device.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"format": 2}', '{"format": 1, "device": "x", "measurements": [{}]}', "\0"]
+    + [
+        json.dumps({"format": 1, "device": "x", "measurements": [{**good, **bad}]})
+        for good in (
+            {"direction": "load", "fragment_nbytes": 1, "count": 1, "window_nbytes": 0, "ratios": {"a": 1}},
+        )
+        for bad in ({"count": 0}, {"ratios": {}}, {"ratios": []}, {"fragment_nbytes": "x"})
+    ],
+)
+def test_a_damaged_table_is_refused_and_the_shipped_one_used(text, tmp_path, monkeypatch):
+    with pytest.raises(InvalidArgumentError, match="not a calibration table"):
+        CalibrationTable.from_json(text)
+    monkeypatch.setenv("HICACHE_TIER_CACHE", str(tmp_path))
+    entry = table_path("Damaged")
+    entry.parent.mkdir()
+    entry.write_text(text)
+    table_for.cache_clear()
+    assert table_for("Damaged") == CalibrationTable.shipped()
+
+
+def test_the_shipped_table_is_of_an_h200():
+    assert "H200" in CalibrationTable.shipped().device
