@@ -65,7 +65,7 @@ class BusyBench:
     def _run_case(self, rig: Rig, case: TransferCase) -> None:
         try:
             sets = rig.moves(case)
-            runs = Runs(rig, case, sets, self._engine)
+            runs = Runs(rig, sets, case.direction, case.io_backend, self._engine)
             verified = rig.check(sets[0], lambda: self._arrive(runs))
             row = {**facts(case), "engine": runs.engine, "verified": verified}
             if verified:

@@ -9,26 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hicache_tier.errors import InvalidArgumentError, UnsupportedTransferError
 from hicache_tier.geometry import KVGeometry
 from hicache_tier_kernels import CalibrationTable, CopyPlan, Measurement, PlanFacts, engines
 
 from .errors import BenchError
+from .transfer_cases import Direction
 from .transfer_clock import CudaClock, Link
-from .transfer_rig import Move, Rig
+from .transfer_engine import Runs
+from .transfer_rig import Rig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hicache_tier_kernels import Engine, Prepared, RowMap
+    from .transfer_rig import Move
 
 ROWS = (256, 576, 2048)
 PAGES = (1, 16, 64)
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 _LAYERS = 16
 _SHORT_TOKENS, _LONG_NBYTES = 256, 128 << 20
-_REPEATS = 3
+_REPEATS = 5
 _BUFFER_NBYTES = 256 << 20
-_HOPELESS = 8.0
+_HOPELESS = 0.01
+"""Ratio of a short transfer below which a long one is not worth its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,67 +125,46 @@ class Calibration:
 
     def _sample(self, rig: Rig) -> Iterator[tuple[PlanFacts, dict[str, float]]]:
         most = _LONG_NBYTES // rig.geometry.page_nbytes
-        for pages in dict.fromkeys((most, max(1, _SHORT_TOKENS // rig.geometry.page_tokens))):
-            for op in ("backup", "load"):
-                sets = [[move] for (move,) in rig.page_sets(pages, (op,), "random")]
-                yield from self._compare(rig, sets, rig.geometry.num_layers, check=pages == most)
-                if op == "load":
-                    yield from self._compare(rig, sets, 1, check=pages == most)
+        counts = dict.fromkeys((max(1, _SHORT_TOKENS // rig.geometry.page_tokens), most))
+        for direction in (Direction.BACKUP, Direction.LOAD, Direction.LOAD_LAYER):
+            ratios: dict[str, float] = {}
+            for pages in counts:
+                sets = rig.page_sets(pages, direction.moves, "random")
+                ratios = self._compare(rig, sets, direction, ratios)
+                if ratios:
+                    yield _facts(rig, sets[0][0], direction), ratios
 
     def _compare(
-        self, rig: Rig, sets: list[list[Move]], layers: int, *, check: bool
-    ) -> Iterator[tuple[PlanFacts, dict[str, float]]]:
-        """Measure the engines over plans of `layers` layers each, which together move all of them."""
-        everything = range(rig.geometry.num_layers)
-        parts = [everything[at : at + layers] for at in range(0, len(everything), layers)]
-        maps = [(rig.device.row_map().select(part), rig.host.row_map().select(part)) for part in parts]
-        plans = [[_plan(move, *sides) for sides in maps] for (move,) in sets]
-        (move,) = sets[0]
-        nbytes = len(move.host_pages) * rig.geometry.page_nbytes
-        link = "d2h" if move.op == "backup" else "h2d"
-        ceiling = median(self._link.laps(link, nbytes, _REPEATS))
+        self, rig: Rig, sets: list[list[Move]], direction: Direction, known: dict[str, float]
+    ) -> dict[str, float]:
+        """Measure all engines that may run these transfers; those known to be hopeless are believed."""
+        nbytes = len(sets[0][0].host_pages) * rig.geometry.page_nbytes
+        ceiling = median(self._link.laps(direction.links[0], nbytes, _REPEATS))
         ratios = {}
         for name in self.engines:
-            engine = engines()[name]
-            if not all(engine.supports(plan) for plan in plans[0]):
+            if known.get(name, 1.0) < _HOPELESS:
+                ratios[name] = known[name]
                 continue
-            submit = partial(_submit, engine, plans, [])
-            if check and not rig.check(sets[0], partial(self._arrive, submit)):
+            runs = Runs(rig, sets, direction, engine=name)
+            try:
+                right = rig.check(sets[0], partial(self._arrive, runs))
+            except (InvalidArgumentError, UnsupportedTransferError):
+                continue  # not for these pages
+            if not right:
                 raise BenchError(f"engine {name} moved wrong bytes in {rig.host!r}; nothing is kept.")
-            ratios[name] = round(ceiling / self._seconds(submit, ceiling), 4)
-        if ratios:
-            yield PlanFacts.of(plans[0][0]), ratios
+            laps = [self._clock.lap(partial(runs.submit, turn)).device for turn in range(_REPEATS + 1)][1:]
+            ratios[name] = round(ceiling / median(laps), 4)
+        return ratios
 
-    def _seconds(self, submit: Callable[[int], None], ceiling: float) -> float:
-        """Return the median of a few laps, or the first where it is no match for a contiguous copy."""
-        laps = [self._clock.lap(partial(submit, 0)).device]
-        if laps[0] < _HOPELESS * ceiling:
-            laps = [self._clock.lap(partial(submit, turn)).device for turn in range(_REPEATS)]
-        return median(laps)
-
-    def _arrive(self, submit: Callable[[int], None]) -> None:
-        self._clock.lap(partial(submit, 0))
+    def _arrive(self, runs: Runs) -> None:
+        self._clock.lap(partial(runs.submit, 0))
+        self._clock.settle()
 
 
-def _plan(move: Move, device: RowMap, host: RowMap) -> CopyPlan:
+def _facts(rig: Rig, move: Move, direction: Direction) -> PlanFacts:
+    """Return what the choice sees of such a transfer."""
+    layers = range(1 if direction is Direction.LOAD_LAYER else rig.geometry.num_layers)
+    device, host = rig.device.row_map().select(layers), rig.host.row_map().select(layers)
     if move.op == "backup":
-        return CopyPlan(device, host, move.device_pages, move.host_pages)
-    return CopyPlan(host, device, move.host_pages, move.device_pages)
-
-
-def _submit(engine: Engine, plans: list[list[CopyPlan]], kept: list[Prepared], turn: int) -> None:
-    """Prepare and submit one set, plan by plan, each a layer at a time where that is possible for a load.
-
-    `kept` holds what the device still reads when this returns; it is emptied by the next call.
-    """
-    kept.clear()
-    stream = torch.cuda.current_stream()
-    for plan in plans[turn % len(plans)]:
-        prepared = engine.prepare(plan, stream)
-        kept.append(prepared)
-        planes = range(len(plan.source.planes))
-        if prepared.by_layer and plan.destination.device.type == "cuda":
-            for plane in planes:
-                prepared.submit((plane,), stream)
-        else:
-            prepared.submit(planes, stream)
+        return PlanFacts.of(CopyPlan(device, host, move.device_pages, move.host_pages))
+    return PlanFacts.of(CopyPlan(host, device, move.host_pages, move.device_pages))

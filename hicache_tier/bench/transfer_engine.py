@@ -12,20 +12,21 @@ from .transfer_cases import Direction
 if TYPE_CHECKING:
     from hicache_tier.transfer import Completion
 
-    from .transfer_cases import TransferCase
     from .transfer_rig import Move, Rig
 
 
 class Runs:
-    """Transfers of one case, over sets of pages in turn.
+    """Transfers over sets of pages in turn.
 
     Parameters
     ----------
     rig : Rig
-    case : TransferCase
     sets : list of list of Move
+    direction : Direction
+        Decides which calls are made.
+    io_backend : str
     engine : str, optional
-        The one to run it.
+        The one to run them.
 
     Attributes
     ----------
@@ -36,15 +37,22 @@ class Runs:
     calls_a_turn, layers_a_call : int
     """
 
-    def __init__(self, rig: Rig, case: TransferCase, sets: list[list[Move]], engine: str | None) -> None:
-        self._rig, self._case, self._sets = rig, case, sets
+    def __init__(
+        self,
+        rig: Rig,
+        sets: list[list[Move]],
+        direction: Direction,
+        io_backend: str = "auto",
+        engine: str | None = None,
+    ) -> None:
+        self._rig, self._sets, self._direction, self._io_backend = rig, sets, direction, io_backend
         self._options = TransferOptions(engine=engine)
         self.paths: dict[str, str] = {}
         self.calls: list[float] = []
         layers = rig.geometry.num_layers
-        single = case.direction is Direction.LOAD_LAYER
+        single = direction is Direction.LOAD_LAYER
         self.layers_a_call = 1 if single else layers
-        self.calls_a_turn = layers if single else len(case.direction.moves)
+        self.calls_a_turn = layers if single else len(direction.moves)
 
     @property
     def engine(self) -> str:
@@ -64,7 +72,7 @@ class Runs:
     def _start(self, turn: int) -> list[Completion]:
         started: list[Completion] = []
         for move in self._sets[turn % len(self._sets)]:
-            if self._case.direction is Direction.LOAD_LAYER:
+            if self._direction is Direction.LOAD_LAYER:
                 started += [self._call(move, layer) for layer in self._rig.device.owned_layers]
             else:
                 started.append(self._call(move, None))
@@ -72,7 +80,7 @@ class Runs:
         return started
 
     def _call(self, move: Move, layer: int | None) -> Completion:
-        rig, backend, options = self._rig, self._case.io_backend, self._options
+        rig, backend, options = self._rig, self._io_backend, self._options
         near, far = move.device_pages, move.host_pages
         begun = time.perf_counter()
         if move.op == "backup":

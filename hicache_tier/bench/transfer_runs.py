@@ -86,7 +86,7 @@ class TransferBench:
 
     def _measure(self, rig: Rig, case: TransferCase) -> None:
         sets = rig.moves(case)
-        runs = Runs(rig, case, sets, self._engine)
+        runs = Runs(rig, sets, case.direction, case.io_backend, self._engine)
         row = {**facts(case), "engine": None, "fragment_nbytes": rig.fragment_nbytes()}
         row["verified"] = rig.check(sets[0], lambda: self._arrive(runs.submit, 0))
         row |= {"engine": runs.engine, "reason": "; ".join(runs.paths.values())}
