@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import count
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,6 @@ class BusyBench:
     ) -> None:
         self._clock, self._link, self._engine = clock, link, engine
         self._buffer_nbytes, self._tick = buffer_nbytes, tick
-        self._gemm = Gemm(clock.device)
-        self._count = self._gemm.products_in(_WINDOW_SECONDS)
         self.rows: list[dict[str, Any]] = []
         self.skipped: list[dict[str, Any]] = []
 
@@ -61,6 +60,14 @@ class BusyBench:
                     self._run_case(rig, case)
         except REFUSALS as error:
             self.skipped += [{**facts(case), "reason": str(error)} for case in cases]
+
+    @cached_property
+    def _gemm(self) -> Gemm:
+        return Gemm(self._clock.device)
+
+    @cached_property
+    def _count(self) -> int:
+        return self._gemm.products_in(_WINDOW_SECONDS)
 
     def _run_case(self, rig: Rig, case: TransferCase) -> None:
         try:

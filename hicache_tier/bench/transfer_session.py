@@ -96,21 +96,29 @@ class Session:
         return ([], cases) if self._wish.busy else (cases, [])
 
     def run(self, tick: Callable[[], None]) -> dict[str, Any]:
-        """Measure everything; `tick` is called once a case."""
+        """Measure everything, or as much as there is time for before Ctrl-C; `tick` is called once a case.
+
+        Returns
+        -------
+        dict
+            Keys: `c`, `c_is`, `rows`, `busy`, `peers`, `targets`, `skipped`, `notes`, `interrupted`, `host`.
+        """
         wish, clock = self._wish, make_clock(self.device)
         size = wish.buffer_nbytes or _BUFFER_NBYTES[self.device.type]
         link = Link(clock, size)
         c = {name: link.gb_s(name, wish.repeats) for name in ("h2d", "d2h")}
         bench = TransferBench(clock, link, wish.engine, self._peers(), wish.repeats, size, tick)
-        for cases in grouped(self._idle):
-            bench.run(cases)
-        busy_rows: list[dict[str, Any]] = []
-        if self._beside and isinstance(clock, CudaClock):
-            busy = BusyBench(clock, link, wish.engine, size, tick)
+        busy = BusyBench(clock, link, wish.engine, size, tick) if isinstance(clock, CudaClock) else None
+        interrupted = False
+        try:
             for cases in grouped(self._beside):
-                busy.run(cases)
-            busy_rows = busy.rows
-            bench.skipped += busy.skipped
+                if busy is not None:
+                    busy.run(cases)
+            for cases in grouped(self._idle):
+                bench.run(cases)
+        except KeyboardInterrupt:
+            interrupted = True
+        busy_rows, skipped = (busy.rows, busy.skipped) if busy is not None else ([], [])
         return {
             "c": c,
             "c_is": _what_c_is(self.device),
@@ -118,8 +126,9 @@ class Session:
             "busy": busy_rows,
             "peers": bench.peer_rows,
             "targets": target_rows(bench.rows, busy_rows, bench.peer_rows) if wish.targets else [],
-            "skipped": bench.skipped,
+            "skipped": bench.skipped + skipped,
             "notes": self._notes,
+            "interrupted": interrupted,
             "host": host_facts(self.device),
         }
 

@@ -129,13 +129,20 @@ def test_interrupt_gives_the_pools_back(monkeypatch):
     closed = []
     monkeypatch.setattr(HostPool, "close", lambda self, _=0: closed.append(self))
 
+    turns = iter([True])
+
     def interrupt(*_):
+        for turn in turns:
+            return turn
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Rig, "check", interrupt)
-    result = invoke(*TINY, "--geometry", "mla-fp8", "--layout", "page_first")
+    result = invoke(*TINY, "--geometry", "mla-fp8", "--layout", "page_first", "--json")
     assert result.exit_code == 130
     assert len(closed) == 1
+    found = json.loads(result.stdout)
+    assert found["interrupted"]
+    assert len(found["rows"]) == 1, "what was measured by then is shown"
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
