@@ -37,6 +37,8 @@ BUSY_ORDER = ("copy_engine", "staged", "cuda")
 """Engines by what they cost kernels that run beside them, least first."""
 CLOSE = 0.03
 """Share of a contiguous copy within which engines count as equal."""
+LONG_NBYTES = 64 << 10
+"""Fragments this long fill the link; whether pages follow one another need not be looked at."""
 _FAR = 3.0
 """Distance, in powers of two, beyond which a measurement says nothing."""
 
@@ -50,7 +52,8 @@ class PlanFacts:
     direction : str
         `backup` or `load`.
     fragment_nbytes : int
-        Mean bytes contiguous on both sides, merged pages counted: what one DMA range moves.
+        Mean bytes contiguous on both sides, what one DMA range moves; pages that follow one another count as
+        one where they are short.
     count : int
         How many of them there are.
     window_nbytes : int
@@ -72,7 +75,7 @@ class PlanFacts:
         smallest, whole, window_nbytes = _lengths(near_side(plan), far_side(plan))
         on_device = plan.indices_on_device
         pages = runs = max(1, plan.count)
-        if whole and pages > 1 and not on_device:
+        if whole and pages > 1 and smallest < LONG_NBYTES and not on_device:
             ours, theirs = plan.source_pages.numpy(), plan.destination_pages.numpy()
             follows = (ours[1:] - ours[:-1] == 1) & (theirs[1:] - theirs[:-1] == 1)
             runs = pages - int(np.count_nonzero(follows))

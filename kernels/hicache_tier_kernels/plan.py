@@ -297,8 +297,9 @@ def _check_range(name: str, index: torch.Tensor, num_pages: int) -> None:
     if index.device.type != "cpu":
         return
     numbers = index.numpy()
-    low, high = int(numbers.min()), int(numbers.max())
-    if low < 0 or high >= num_pages:
+    unsigned = np.uint32 if numbers.itemsize == 4 else np.uint64  # where numbers below 0 are large
+    if int(numbers.view(unsigned).max()) >= num_pages:
+        low, high = int(numbers.min()), int(numbers.max())
         wrong = low if low < 0 else high
         raise InvalidArgumentError(f"{name} must be within 0 .. {num_pages - 1}, got {wrong}.")
 

@@ -132,8 +132,10 @@ class PreparedWindows:
         self._kernels = []
         for window, (near, far) in zip(self._windows, maps, strict=True):
             position = np.arange(plan.count)
-            step = _pages_a_step(window.nbytes, plan.count)
-            here = torch.from_numpy(position // step % SLOTS * _pages_a_slot(window.nbytes) + position % step)
+            step = self._ring.pages_a_step(window.nbytes, plan.count)
+            here = torch.from_numpy(
+                position // step % self._ring.slots * self._ring.pages_a_slot(window.nbytes) + position % step
+            )
             sides = (far, near, far_pages, here) if self._backup else (near, far, here, far_pages)
             inner = CopyPlan(*sides, check_indices=False)
             self._kernels.append(PreparedKernel(inner, near, stream, GRID, options))
@@ -155,15 +157,15 @@ class PreparedWindows:
 
     def _submit_window(self, window: Window, kernel: PreparedKernel, stream: torch.cuda.Stream) -> None:
         ring, count = self._ring, len(self._host_pages)
-        step = _pages_a_step(window.nbytes, count)
+        step = ring.pages_a_step(window.nbytes, count)
         hosts = (window.base + self._host_pages * window.nbytes).astype(np.uint64)
         within = (np.arange(min(step, count)) * window.nbytes).astype(np.uint64)
         sizes = np.full(len(within), window.nbytes, dtype=np.uint64)
         planes = range(len(window.planes))
         for number, start in enumerate(range(0, count, step)):
-            slot = number % SLOTS
+            slot = number % ring.slots
             pages = min(step, count - start)
-            there = np.uint64(ring.address + slot * _pages_a_slot(window.nbytes) * window.nbytes)
+            there = np.uint64(ring.address + slot * ring.pages_a_slot(window.nbytes) * window.nbytes)
             ours, theirs, lengths = hosts[start : start + pages], within[:pages] + there, sizes[:pages]
             if self._backup:
                 ring.kernels.wait_event(ring.free[slot])
@@ -189,12 +191,22 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
-        self.bytes = torch.empty(SLOTS * SLOT_NBYTES, dtype=torch.uint8, device=device)
+        self.slots, self.slot_nbytes = SLOTS, SLOT_NBYTES
+        self.bytes = torch.empty(self.slots * self.slot_nbytes, dtype=torch.uint8, device=device)
         self.address = self.bytes.data_ptr()
         self.kernels = new_stream(device, priority=-1)
-        self.full = [new_event() for _ in range(SLOTS)]
-        self.free = [new_event() for _ in range(SLOTS)]
+        self.full = [new_event() for _ in range(self.slots)]
+        self.free = [new_event() for _ in range(self.slots)]
         self._page_nbytes = 0
+
+    def pages_a_slot(self, page_nbytes: int) -> int:
+        """Return how many pages a slot holds."""
+        return self.slot_nbytes // page_nbytes
+
+    def pages_a_step(self, page_nbytes: int, count: int) -> int:
+        """Return how many pages go together: a slot's, or fewer where there are few: steps overlap."""
+        least = -(-LEAST_NBYTES // page_nbytes)
+        return max(1, min(self.pages_a_slot(page_nbytes), max(least, -(-count // LEAST_STEPS))))
 
     def use_pages_of(self, nbytes: int, stream: torch.cuda.Stream) -> None:
         """Wait until all slots are free where they were cut for pages of another size."""
@@ -211,16 +223,6 @@ def ring_of(device: torch.device, backup: bool) -> Ring:  # noqa: ARG001 - one f
     return Ring(device)
 
 
-def _pages_a_slot(page_nbytes: int) -> int:
-    return SLOT_NBYTES // page_nbytes
-
-
-def _pages_a_step(page_nbytes: int, count: int) -> int:
-    """Return how many pages go together: a slot's, or fewer where there are few, so that steps overlap."""
-    least = -(-LEAST_NBYTES // page_nbytes)
-    return max(1, min(_pages_a_slot(page_nbytes), max(least, -(-count // LEAST_STEPS))))
-
-
 def _map_ring(source: RowMap, destination: RowMap) -> tuple[tuple[RowMap, RowMap], ...]:
     """Return, for each window, the ring seen as pages like the host's, and the device's planes."""
     backup = destination.device.type == "cpu"
@@ -228,7 +230,7 @@ def _map_ring(source: RowMap, destination: RowMap) -> tuple[tuple[RowMap, RowMap
     ring = ring_of(far.device, backup)
     maps = []
     for window in windows_of(near, far):
-        pages = _pages_a_slot(window.nbytes) * SLOTS
+        pages = ring.pages_a_slot(window.nbytes) * ring.slots
         planes = [
             _in_ring(ring, near.planes[number], near.planes[number].data_ptr() - window.base, window, pages)
             for number in window.planes

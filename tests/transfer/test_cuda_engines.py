@@ -7,6 +7,7 @@ import torch
 
 from hicache_tier.testing.transfer import CopyEngineSuite
 from hicache_tier_kernels import engine_named, run_plan
+from hicache_tier_kernels.staged import ring_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,5 +48,9 @@ class TestStagedInSmallSlots(OnCuda):
 
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch):
+        ring_of.cache_clear()
         monkeypatch.setattr("hicache_tier_kernels.staged.SLOTS", 2)
+        monkeypatch.setattr("hicache_tier_kernels.staged.SLOT_NBYTES", 1 << 20)
         monkeypatch.setattr("hicache_tier_kernels.staged.LEAST_NBYTES", 1)
+        yield
+        ring_of.cache_clear()
