@@ -32,7 +32,7 @@ _SHORT_TOKENS, _LONG_NBYTES = 256, 128 << 20
 _REPEATS = 5
 _BUFFER_NBYTES = 256 << 20
 _HOPELESS = 0.01
-"""Ratio of a short transfer below which a long one is not worth its time."""
+"""Ratio of a short transfer below which a long one is not worth its time, where another engine did better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Calibration:
         ceiling = median(self._link.laps(direction.links[0], nbytes, _REPEATS))
         ratios = {}
         for name in self.engines:
-            if known.get(name, 1.0) < _HOPELESS:
+            if known and known.get(name, 1.0) < min(_HOPELESS, max(known.values()) / 4):
                 ratios[name] = known[name]
                 continue
             runs = Runs(rig, sets, direction, engine=name)
