@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hicache_tier.cli import output
+from hicache_tier.machine import default_device, machine_capabilities
 from hicache_tier.paths import path_rows
 
 
@@ -14,7 +15,7 @@ def test_paths(invoke):
     result = invoke("paths", "--json")
     assert result.exit_code == 0
     rows = json.loads(result.stdout)
-    assert rows == path_rows()
+    assert rows == path_rows(machine_capabilities(default_device()))
     assert set(rows[0]) == {"pool", "layout", "io_backend", "sharded", "op", "ok", "engine", "reason"}
     shown = invoke("paths").stdout
     assert "page_first_direct" in shown
