@@ -29,8 +29,8 @@ class EngineOptions:
     Attributes
     ----------
     max_sms : int, optional
-        Multiprocessors that a kernel which reads or writes host memory may take; `MAX_SMS` of the engine
-        `cuda` where left out.
+        Multiprocessors that a kernel which reads or writes host memory may take; where left out, as many as
+        measured best on an H200 (`READ` and `WRITE` of the engine `cuda`).
     check_indices : bool
         Whether page numbers that are on the device are checked there.
     """

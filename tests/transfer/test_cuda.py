@@ -74,13 +74,13 @@ def test_indices_on_either_device(where):
     kept = [tensor.cpu() for tensor in device.layers]
     pages = torch.tensor([7, 0, 3], device=where)
     with HostPool(MLA, "page_first_direct", 8) as host:
-        backup(device, host, pages, pages.flip(0))
+        backup(device, host, pages, pages.flip(0)).wait(10)
         for i, tensor in enumerate(kept):
             for ours, theirs in ((7, 3), (0, 0), (3, 7)):
                 assert torch.equal(host.page_views(theirs)["latent"][i], tensor[4 * ours : 4 * ours + 4])
         for tensor in device.layers:
             tensor.zero_()
-        load(host, device, pages.flip(0), pages)
+        load(host, device, pages.flip(0), pages).wait(10)
         for i, tensor in enumerate(device.layers):
             assert torch.equal(tensor.cpu()[28:32], kept[i][28:32])
             assert torch.equal(tensor.cpu()[12:16], kept[i][12:16])
