@@ -69,6 +69,19 @@ def test_wheel_carries_types_data_and_the_command(wheel_names, unpacked):
     assert list(unpacked.glob("*.dist-info/licenses/LICENSE"))
 
 
+def test_wheel_carries_every_file_of_the_packages(wheel_names, checkout):
+    """Kernels in CUDA, texts, tables: whatever lies beside the code."""
+    roots = {"hicache_tier": checkout, "hicache_tier_kernels": checkout / "kernels"}
+    roots["hicache_tier_storage"] = checkout / "storage"
+    wanted = {
+        path.relative_to(root).as_posix()
+        for package, root in roots.items()
+        for path in (root / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert wanted <= set(wheel_names)
+
+
 def test_sdist_can_be_tested(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
