@@ -131,7 +131,7 @@ class Measurement:
         return (
             abs(log2(self.fragment_nbytes / facts.fragment_nbytes))
             + abs(log2(max(1, self.window_nbytes) / max(1, facts.window_nbytes))) / 4
-            + abs(log2(self.count / facts.count)) / 4
+            + abs(log2(self.count / facts.count)) / 2
         )
 
 
@@ -243,7 +243,7 @@ def choose(facts: PlanFacts, usable: Sequence[str], table: CalibrationTable) -> 
     return Choice(
         taken,
         f"{ratios} of a contiguous copy, measured on {table.device} with fragments of "
-        f"{found.fragment_nbytes} bytes; {taken} costs a busy device least among those within {CLOSE:.0%} of the best",
+        f"{found.fragment_nbytes} bytes; {taken} costs a busy device least of those within {CLOSE:.0%}",
     )
 
 
