@@ -97,7 +97,10 @@ class StreamCompletion(Completion):
 
     def done(self) -> bool:
         """Return whether the transfer is over; `wait` then raises at once where it failed."""
-        if self._error is None and (self._last is None or not _over(self._last)):
+        if self._last is None:
+            if self._error is None:
+                return False
+        elif not _over(self._last):
             return False
         self.finish()
         return True
