@@ -7,6 +7,7 @@ thread that gives back what transfers held once they are over.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from contextlib import suppress
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from .completion import StreamCompletion
 
     Step = tuple[tuple[int, ...], Sequence[int]]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +116,11 @@ class Lane:
 
     def _abandon(self, completion: StreamCompletion, error: BaseException) -> None:
         """Let what was submitted come to its end, then say that the transfer failed."""
-        for stream in self._streams:
-            stream.synchronize()
-        completion.fail(error)
+        try:
+            for stream in self._streams:
+                stream.synchronize()
+        finally:
+            completion.fail(error)
 
 
 @cache
@@ -125,8 +130,11 @@ def lane_of(device: torch.device, op: str) -> Lane:
 
 
 def _reap(completion: StreamCompletion) -> None:
-    completion.synchronize()
-    completion.finish()
+    """Give back what a transfer held once the device has left it, or is lost."""
+    try:
+        completion.synchronize()
+    finally:
+        completion.finish()
 
 
 class _Worker:
@@ -136,14 +144,22 @@ class _Worker:
         self._name = name
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def put(self, task: Callable[[], None]) -> None:
-        """Queue a task; tasks handle their own errors."""
+        """Queue a task."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            with self._starting:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._thread.start()
         self._tasks.put(task)
 
     def _run(self) -> None:
         while True:
-            self._tasks.get()()
+            task = self._tasks.get()
+            try:
+                task()
+            except Exception:  # one transfer's trouble must not keep the pages of the next
+                log.exception("%s: a task failed", self._name)
+            del task  # holds a transfer, which may hold a pool

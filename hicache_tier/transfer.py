@@ -210,13 +210,15 @@ def _transfer(  # noqa: PLR0917 - internal, what `backup` and `load` have in com
         held.enter_context(host.in_use())
         pair = _pair(device, host, op, layers)
         plan = CopyPlan(pair.source, pair.destination, *pages, check_indices=options.check_indices)
-        if path.engine != "reference":
+        if path.engine != "reference" and plan.count:
             path = _choose(pair, plan, path, io_backend, _capabilities(device, host), options)
             completion = StreamCompletion(path, layers, plan.count, plan.nbytes, held.pop_all().close)
             _start(path, pair, plan, layers, options, completion)
             return completion
-        if options.engine not in {None, "reference"}:
+        if options.engine not in {None, path.engine} and plan.count:
             raise InvalidArgumentError(f"engine {options.engine!r} cannot run here: {path.reason}.")
+        if not plan.count:
+            return Completion(path, layers, 0, 0)
         for _, planes in _steps(layers, len(plan.source.planes), 1 if path.per_layer else len(layers)):
             run_reference(plan, planes)
         return Completion(path, layers, plan.count, plan.nbytes)

@@ -77,9 +77,11 @@ class PageNumbers:
                 else:
                     places.append(0)
             else:
-                contiguous = part.contiguous()
-                self._kept.append(contiguous)
-                places.append(contiguous.data_ptr())
+                if not part.is_contiguous():
+                    with torch.cuda.stream(stream):
+                        part = part.contiguous()  # noqa: PLW2901 - the same numbers
+                    self._kept.append(part)
+                places.append(part.data_ptr())
             at += nbytes
         if total:
             driver().copy(self._slot.there, self._slot.host, total, stream.cuda_stream)

@@ -1,0 +1,155 @@
+"""Lanes with an engine, streams and events of the test's own: what is submitted when, and what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from hicache_tier import lanes
+from hicache_tier.completion import StreamCompletion
+from hicache_tier.geometry import KVGeometry
+from hicache_tier.host_pool import HostPool
+from hicache_tier.lanes import Job, Lane
+from hicache_tier.paths import select_path
+from hicache_tier_kernels import CopyPlan, EngineOptions
+
+MLA = KVGeometry.mla(num_layers=4, latent_dim=16, dtype="uint8", page_tokens=2)
+PATH = select_path("mla", "page_first", "kernel", sharded=False, op="load")
+STEPS = [((0, 1), (0, 1)), ((2, 3), (2, 3))]
+
+
+class Event:
+    def __init__(self, **_):
+        self.recorded = None
+
+    def record(self, stream):
+        self.recorded = stream
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+
+class Stream:
+    def __init__(self, *_):
+        self.waited = []
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+    def wait_stream(self, stream):
+        self.waited.append(stream)
+
+    def synchronize(self):
+        self.waited.append("synchronized")
+
+
+class Engine:
+    """Notes what it is asked for; is its own prepared plan."""
+
+    by_layer = True
+
+    def __init__(self, *, cheap=True, streams=2, error=None):
+        self.cheap, self.streams, self.error = cheap, streams, error
+        self.submitted = []
+        self.thread = None
+
+    def prepare(self, plan, stream, options):
+        self.thread = threading.current_thread()
+        return self
+
+    def submit(self, planes, stream):
+        if self.error is not None and self.submitted:
+            raise self.error
+        self.submitted.append((tuple(planes), stream))
+
+    def fault(self):
+        return None
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch):
+    monkeypatch.setattr(lanes, "new_event", Event)
+    monkeypatch.setattr(lanes, "new_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the engine's stream")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+
+@pytest.fixture
+def started():
+    released = threading.Event()
+
+    def start(engine):
+        with HostPool(MLA, "page_first", 4, pinned=False) as pool:
+            plan = CopyPlan(pool.row_map(), pool.row_map(), torch.tensor([0]), torch.tensor([1]))
+            completion = StreamCompletion(PATH, (0, 1, 2, 3), 1, 128, released.set)
+            lane = Lane(torch.device("cpu"), "load")
+            try:
+                lane.start(Job(engine, plan, STEPS, EngineOptions(), completion))
+            finally:
+                assert released.wait(5), "what the transfer held was given back"
+            return lane, completion
+
+    return start
+
+
+def test_a_cheap_engine_is_submitted_by_the_caller_on_two_streams(started):
+    engine = Engine()
+    lane, completion = started(engine)
+    first, second = lane._streams
+    assert engine.thread is threading.current_thread()
+    assert engine.submitted == [((0, 1), first), ((2, 3), second)]
+    assert first.waited[0].recorded == "the engine's stream"
+    assert first in second.waited
+    assert second in first.waited, "the last event comes after both streams"
+    completion.wait(1)
+    completion.wait_layer(3, 1)
+
+
+def test_another_is_submitted_by_a_thread(started):
+    engine = Engine(cheap=False, streams=1)
+    lane, completion = started(engine)
+    completion.wait(5)
+    assert engine.thread.name == "hicache-load-submit"
+    assert [stream for _, stream in engine.submitted] == [lane._streams[0]] * 2
+
+
+def test_what_cannot_be_parted_goes_in_one_step(started):
+    engine = Engine()
+    engine.by_layer = False
+    _, completion = started(engine)
+    assert [planes for planes, _ in engine.submitted] == [(0, 1, 2, 3)]
+    completion.wait_layer(2, 1)
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+def test_a_failure_half_way_waits_for_what_runs_and_is_raised(started, cheap):
+    engine = Engine(cheap=cheap, error=RuntimeError("launch failed"))
+    if cheap:
+        with pytest.raises(RuntimeError, match="launch failed"):
+            started(engine)
+        return
+    lane, completion = started(engine)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        completion.wait(5)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        completion.wait_layer_on(3)
+    assert all(stream.waited[-1] == "synchronized" for stream in lane._streams)
+
+
+def test_a_task_that_fails_does_not_end_the_thread(caplog):
+    worker = lanes._Worker("test-worker")
+    done = threading.Event()
+
+    def fail():
+        raise OSError("lost device")
+
+    worker.put(fail)
+    worker.put(done.set)
+    assert done.wait(5)
+    assert "test-worker: a task failed" in caplog.text
