@@ -178,9 +178,11 @@ class Getter:
             batch.hook = _verifier(found, request, batch, suspect, wrong)
         reasons = moved(self._core.engine, batch, write=False)
         self._judge(found, reasons, wrong, request, lost)
-        if isinstance(partition, WriterPartition) and suspect.any():
+        if suspect.any():
             checked = [i for i in np.flatnonzero(suspect).tolist() if i not in wrong and not reasons[i]]
-            partition.suspect[found.slots[checked]] = False
+            partition.trusted[found.slots[checked]] = as_records(found.words)["sequence"][checked]
+            if isinstance(partition, WriterPartition):
+                partition.suspect[found.slots[checked]] = False
 
     def _usable(
         self, partition: Partition, rows: NDArray[np.int64], slots: NDArray[np.int64], request: Request
@@ -227,13 +229,15 @@ class Getter:
         return found.keep(good)
 
     def _suspects(self, found: _Found) -> NDArray[np.bool_]:
-        """Tell which pages are verified as they are read."""
-        if self._verify_always:
-            stored: NDArray[np.bool_] = as_records(found.words)["algorithm"] != CHECKSUM_NONE
-            return stored | self._doubted(found)
-        return self._doubted(found)
+        """Tell which pages are verified as they are read: those that this process has not seen whole yet."""
+        records = as_records(found.words)
+        stored: NDArray[np.bool_] = records["algorithm"] != CHECKSUM_NONE
+        if not self._verify_always:
+            stored &= found.partition.trusted[found.slots] != records["sequence"]
+        return stored | self._doubted(found)
 
     def _doubted(self, found: _Found) -> NDArray[np.bool_]:
+        """Tell which pages are not served without a checksum, or whatever this process has seen of them."""
         partition = found.partition
         if isinstance(partition, WriterPartition):
             marked: NDArray[np.bool_] = partition.suspect[found.slots]

@@ -151,8 +151,8 @@ def open_store(
     threads : int, optional
         I/O threads; default twice the cores, at most 8.
     verify : str
-        `suspect`: check a page's checksum as it is read where power loss or another host may have touched it.
-        `always`: on every read.
+        `suspect`: check a page's checksum when this process first reads it, unless it wrote it itself, and on
+        every read where power loss or another host may have touched it. `always`: on every read.
     checksums : bool
         Store a checksum with each page. Without one a page does not survive power loss.
     read_only : bool

@@ -141,6 +141,12 @@ class Partition:
     facts : PartitionFacts
     cache : FileCache
     writable : bool
+
+    Attributes
+    ----------
+    trusted : uint64, one a slot
+        Commit sequence of the page that this process wrote or verified there, 0 for none. Any other page is
+        verified when it is first read.
     """
 
     def __init__(
@@ -152,6 +158,7 @@ class Partition:
         self.tables = SlotTables(facts.shape.slots)
         self.slabs: dict[int, StoreFile] = {}
         self.damage: list[str] = []
+        self.trusted: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._cache = cache
 
     @property
@@ -182,6 +189,9 @@ class Partition:
             if isinstance(error, OSError) and error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
                 raise SlabDamagedError(f"{slab_path.name} is no plain file") from error
             raise
+        extra = (number + 1) * shape.slots - len(self.trusted)
+        if extra > 0:
+            self.trusted = np.concatenate([self.trusted, np.zeros(extra, np.uint64)])
         self.slabs[number] = slab
 
     def _check_tail(self, fd: int, slab: StoreFile) -> None:

@@ -223,6 +223,7 @@ class WriterPartition(Partition):
         self.lru.add(slots, key_heads(records), records["parent"])
         self._access[slots] = self._used[slots] = records["access_s"]
         self.pinned[slots] = records["flags"] & FLAG_PINNED != 0
+        self.trusted[slots] = records["sequence"]
         self._journal.append(slots)
 
     def add_slab(self, number: int) -> None:
@@ -376,7 +377,7 @@ class WriterPartition(Partition):
         self._journal.append(new)
         self.lru.move(slot, target)
         self.keys[target] = self.keys.pop(slot)
-        for column in (self._access, self._used, self.suspect, self.pinned):
+        for column in (self._access, self._used, self.suspect, self.pinned, self.trusted):
             column[target] = column[slot]
         self.pinned[slot] = self.suspect[slot] = False
         self.give_back([slot])
