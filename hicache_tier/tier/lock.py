@@ -27,6 +27,10 @@ class PageLock:
         core.index.pin(entries)
         core.locks.add(self)
 
+    def __repr__(self) -> str:
+        state = "held" if self in self._core.locks else "released"
+        return f"PageLock({self.pages} pages, {state})"
+
     def release(self) -> None:
         """Let the pages be evicted again; a second call does nothing."""
         if self._core.forked:

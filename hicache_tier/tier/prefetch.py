@@ -43,6 +43,10 @@ class Prefetch:
         core.index.pin(self._entries)
         core.index.touch(self._entries)
 
+    def __repr__(self) -> str:
+        state = (self._reason or "complete") if self._done else "under way"
+        return f"Prefetch({self._arrived} of {len(self.keys)} pages, {state})"
+
     @property
     def done(self) -> bool:
         """Whether nothing more will arrive; once it is, `result` is final."""

@@ -19,7 +19,7 @@ def snapshot(core: Core, reader: Reader, writer: Writer) -> dict[str, Any]:
         `host`: pages of the pool: `total_pages` = `free_pages` + `owned_pages` (the tier's) + `other_pages`;
         `owned_pages` = `ready_pages` + `filling_pages` + `detached_pages` (forgotten, yet still locked or
         with the store); `locks` held. `queues`: pages that wait or are with the store. `lanes`: by
-        direction, threads, calls, late calls and the breaker. The rest are sums since the tier was made, in
+        direction, threads, calls in flight, late calls and the breaker. The rest are sums since the tier was made, in
         pages, bytes, seconds or calls, many by reason: `matches`, `misses`, `inserts`, `backup`, `load`,
         `prefetch`, `reads`, `writes`, `lookups`, `evictions`.
     """
@@ -49,7 +49,7 @@ def snapshot(core: Core, reader: Reader, writer: Writer) -> dict[str, Any]:
             "lanes": {
                 lane.name: {
                     "threads": lane.live_threads,
-                    "calls": len(lane.calls),
+                    "calls_in_flight": len(lane.calls),
                     "late_calls": lane.late_calls,
                     "breaker": "open" if lane.breaker.is_open else "closed",
                     "breaker_opened": lane.breaker.times_opened,

@@ -63,6 +63,17 @@ class Tier:
 
     All methods may be called from several threads.
 
+    With the `best_effort` prefetch, which is the default, `Prefetch.wait` returns what has arrived by then
+    and stops the rest; choose `prefetch="timeout"` or `"wait_complete"` to wait for it.
+
+    Examples
+    --------
+    >>> with Tier(host, store, prefetch="wait_complete") as tier:  # doctest: +SKIP
+    ...     tier.prefetch(keys).wait()                             # store -> host, while the request queues
+    ...     with tier.lock(keys) as lock:
+    ...         hit = tier.load(keys, device, device_pages)        # host -> device: `hit` leading pages
+    ...     tier.insert(keys, device, device_pages)                # device -> host -> store, computed pages too
+
     Parameters
     ----------
     host : HostPool
@@ -248,6 +259,11 @@ class Tier:
     def stats(self) -> dict[str, Any]:
         """Return counters and gauges as plain data; see `snapshot`."""
         return snapshot(self._core, self._reader, self._writer)
+
+    def __repr__(self) -> str:
+        core = self._core
+        state = "closed" if core.closed else f"{core.owned_pages} of {core.host.num_pages} host pages"
+        return f"Tier({core.settings.policy.value}, {state}, {core.store!r})"
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import resource
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from .engine import ByteEngine
 
+_LOG = logging.getLogger(__name__)
 VERIFY = ("suspect", "always")
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]i?b?|b|bytes?)?\s*", re.IGNORECASE)
 _DEFAULT_CAPACITY_NBYTES = 64 << 30
@@ -44,7 +46,10 @@ def parse_capacity(value: object, root: Path) -> int:
         existing = root
         while not existing.exists():
             existing = existing.parent
-        return min(_DEFAULT_CAPACITY_NBYTES, shutil.disk_usage(existing).free // 4)
+        free = shutil.disk_usage(existing).free
+        if not free:
+            raise StoreFullError(f"the file system of {root} has no free space; nothing can be stored there.")
+        return min(_DEFAULT_CAPACITY_NBYTES, free // 4)
     if isinstance(value, str):
         if not _SIZE.fullmatch(value):
             raise InvalidArgumentError(f"capacity_bytes {value!r} is not a size such as '100 GiB'.")
@@ -80,9 +85,13 @@ def check_root(root: Path, *, create: bool) -> None:
         raise StoreError(f"{root} cannot be read: {error.strerror}.") from error
     ours = LOCK_NAME in names or next(partition_paths(root), None) is not None
     if names and not ours and (not create or set(names) != {"lost+found"}):
+        inside = next((folder for folder in root.parents if (folder / LOCK_NAME).exists()), None)
+        advice = "Name an empty or new directory." if create else "Name the root of a store."
+        if inside is not None:
+            advice = f"It lies inside the store {inside}."
         raise NotAStoreError(
             f"{root} is not a store: it holds {len(names)} other entries "
-            f"({', '.join(sorted(names)[:3])}, ...). Name an empty or new directory."
+            f"({', '.join(sorted(names)[:3])}, ...). {advice}"
         )
     if not names and not create:
         raise NotAStoreError(f"{root} is empty: there is no store in it.")
@@ -299,7 +308,9 @@ def _take_partition(
             space.mkdir(mode=0o700, exist_ok=True)
             try:
                 read_attributes(space)
-            except NotAStoreError:
+            except NotAStoreError as error:
+                if (space / "zarr.json").exists():
+                    _LOG.warning("%s It is written again.", error)
                 write_document(space, group_document(identity.as_attributes()))
             paths, number, fd = lock_partition(space, identity.rank, identity.pool)
             try:

@@ -218,7 +218,7 @@ class Partition:
         line = f"{self.name}: {what}: dropped, the rest serves"
         if line not in self.damage:
             self.damage.append(line)
-            _LOG.warning("%s", line)
+            _LOG.warning("%s: %s: dropped, the rest serves", self.paths.root, what)
 
     def pages_of(self, number: int, words: Words | None = None) -> Pages:
         """Return the committed pages of a mapped slab (copies of their records); `words` is its table."""

@@ -163,7 +163,7 @@ def test_19_a_cancelled_read_keeps_its_pages_until_it_returns(rig, end):
     if end != "close":
         assert rig.insert(chain(2, 8)) == 4
     gate.open()
-    stats = rig.until(lambda s: not s["lanes"]["reads"]["calls"])
+    stats = rig.until(lambda s: not s["lanes"]["reads"]["calls_in_flight"])
     assert stats["host"]["detached_pages"] == 0
     if end == "cancel":
         assert rig.load(keys) == 4, "what arrived after all is good"
@@ -275,7 +275,7 @@ def test_21_a_call_that_never_returns_costs_one_thread_and_its_pages(rig):
     stats = rig.account()
     assert stats["lanes"]["reads"] == {
         "threads": 2,
-        "calls": 1,
+        "calls_in_flight": 1,
         "late_calls": 1,
         "breaker": "closed",
         "breaker_opened": 1,
