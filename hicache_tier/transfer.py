@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from hicache_tier_kernels import (
-    CopyPlan,
-    EngineOptions,
-    PlanFacts,
-    RowMap,
-    choose,
-    engine_named,
-    run_reference,
-    table_for,
-)
-from hicache_tier_kernels.plan import PairMemo
+from hicache_tier_kernels import CopyPlan, EngineOptions, engine_named, run_reference
 
 from .allocator import page_tensor
 from .completion import Completion, StreamCompletion
 from .device_pool import DevicePool
-from .errors import InvalidArgumentError, UnsupportedTransferError
+from .errors import InvalidArgumentError
 from .host_pool import HostPool
 from .lanes import Job, lane_of
 from .machine import machine_capabilities
-from .paths import engine_paths, select_path
+from .pairing import pair_of
+from .paths import select_path
+from .routing import choose_path
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import torch
 
-    from .lanes import Step
+    from .pairing import Pair
     from .paths import Capabilities, Path
 
 __all__ = ["Completion", "TransferOptions", "backup", "explain", "load", "transfer_path"]
@@ -178,22 +168,9 @@ def explain(  # noqa: PLR0917 - as `backup` and `load`
     ours, theirs = page_tensor("device_pages", device_pages), page_tensor("host_pages", host_pages)
     if op == "load":
         ours, theirs = theirs, ours
-    pair = _pair(device, host, op, device.owned_layers)
+    pair = pair_of(device, host, op, device.owned_layers)
     plan = CopyPlan(pair.source, pair.destination, ours, theirs)
-    return _choose(pair, plan, path, io_backend, _capabilities(device, host), options)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """The row maps of some layers of two pools, and which engine was chosen for which kind of pages."""
-
-    source: RowMap
-    destination: RowMap
-    paths: dict[object, Path] = field(default_factory=dict)
-    steps: dict[int, list[Step]] = field(default_factory=dict)
-
-
-_pairs: PairMemo[dict[tuple[str, tuple[int, ...]], _Pair]] = PairMemo(lambda *_: {})
+    return choose_path(pair, plan, path, io_backend, _capabilities(device, host), options.engine)
 
 
 def _transfer(  # noqa: PLR0917 - internal, what `backup` and `load` have in common
@@ -208,114 +185,38 @@ def _transfer(  # noqa: PLR0917 - internal, what `backup` and `load` have in com
     path = transfer_path(device, host, io_backend, op)
     with ExitStack() as held:
         held.enter_context(host.in_use())
-        pair = _pair(device, host, op, layers)
+        pair = pair_of(device, host, op, layers)
         plan = CopyPlan(pair.source, pair.destination, *pages, check_indices=options.check_indices)
         if path.engine != "reference" and plan.count:
-            path = _choose(pair, plan, path, io_backend, _capabilities(device, host), options)
+            path = choose_path(pair, plan, path, io_backend, _capabilities(device, host), options.engine)
             completion = StreamCompletion(path, layers, plan.count, plan.nbytes, held.pop_all().close)
-            _start(path, pair, plan, layers, options, completion)
+            _start(path, pair, plan, options, completion)
             return completion
         if options.engine not in {None, path.engine} and plan.count:
             raise InvalidArgumentError(f"engine {options.engine!r} cannot run here: {path.reason}.")
         if not plan.count:
             return Completion(path, layers, 0, 0)
-        for _, planes in _steps(layers, len(plan.source.planes), 1 if path.per_layer else len(layers)):
+        for _, planes in pair.steps(1 if path.per_layer else len(layers)):
             run_reference(plan, planes)
         return Completion(path, layers, plan.count, plan.nbytes)
 
 
-def _start(  # noqa: PLR0917 - internal
+def _start(
     path: Path,
-    pair: _Pair,
+    pair: Pair,
     plan: CopyPlan,
-    layers: tuple[int, ...],
     options: TransferOptions,
     completion: StreamCompletion,
 ) -> None:
     engine = engine_named(path.engine)
     if not engine.cheap:  # another thread reads them while the caller goes on
         plan = plan.with_own_pages()
-    count = len(layers)
+    count = len(pair.layers)
     together = max(1, min(count, -(-GROUP_NBYTES * count // max(1, plan.nbytes))))
     if engine.cheap and path.op == "backup":  # nobody waits for single layers: one launch
         together = count
-    steps = pair.steps.get(together)
-    if steps is None:
-        steps = pair.steps.setdefault(together, _steps(layers, len(plan.source.planes), together))
     device = plan.source.device if path.op == "backup" else plan.destination.device
-    lane_of(device, path.op).start(Job(engine, plan, steps, options.for_engine(), completion))
-
-
-def _steps(layers: tuple[int, ...], num_planes: int, together: int) -> list[Step]:
-    """Return layers and their planes, `together` layers a step; planes are component-major."""
-    count = len(layers)
-    steps: list[Step] = []
-    for first in range(0, count, together):
-        last = min(first + together, count)
-        planes = tuple(
-            plane for part in range(0, num_planes, count) for plane in range(part + first, part + last)
-        )
-        steps.append((layers[first:last], planes))
-    return steps
-
-
-def _choose(  # noqa: PLR0917 - internal
-    pair: _Pair,
-    plan: CopyPlan,
-    path: Path,
-    io_backend: str,
-    able: Capabilities,
-    options: TransferOptions,
-) -> Path:
-    """Return the path with the engine for these pages; the choice is kept for others like them."""
-    facts = PlanFacts.of(plan)
-    kind = (
-        io_backend,
-        options.engine,
-        facts.on_device,
-        facts.fragment_nbytes.bit_length(),
-        facts.count.bit_length(),
-    )
-    found = pair.paths.get(kind)
-    if found is None:
-        allowed = engine_paths(path, io_backend, able)
-        found = pair.paths.setdefault(kind, _pick(allowed, plan, facts, path, options))
-    return found
-
-
-def _pick(
-    allowed: dict[str, Path], plan: CopyPlan, facts: PlanFacts, path: Path, options: TransferOptions
-) -> Path:
-    support = {name: engine_named(name).supports(plan) for name in allowed}
-    usable = [name for name, found in support.items() if found]
-    refused = "; ".join(f"{name}: {found.reason}" for name, found in support.items() if not found)
-    if options.engine is not None:
-        if options.engine not in usable:
-            raise InvalidArgumentError(
-                f"engine {options.engine!r} cannot run this transfer. Allowed: {', '.join(usable)}. {refused}"
-            )
-        return replace(allowed[options.engine], reason="asked for")
-    if not usable:
-        raise UnsupportedTransferError(
-            f"no engine can {path.op} these pages ({refused})",
-            layout=path.layout.value,
-            io_backend=path.io_backend,
-            sharded=path.sharded,
-        )
-    device = plan.source.device if path.op == "backup" else plan.destination.device
-    choice = choose(facts, usable, table_for(torch.cuda.get_device_name(device)))
-    return replace(allowed[choice.engine], reason=f"{choice.engine} chosen: {choice.reason}")
-
-
-def _pair(device: DevicePool, host: HostPool, op: str, layers: tuple[int, ...]) -> _Pair:
-    """Return the maps of some layers, made once for two pools."""
-    known = _pairs(device.row_map(), host.row_map())
-    found = known.get((op, layers))
-    if found is None:
-        ours, theirs = _planes(device, host, layers)
-        maps = device.row_map().select(ours), host.row_map().select(theirs)
-        found = known.setdefault((op, layers), _Pair(*(maps if op == "backup" else maps[::-1])))
-    return found
+    lane_of(device, path.op).start(Job(engine, plan, pair.steps(together), options.for_engine(), completion))
 
 
 def _capabilities(device: DevicePool, host: HostPool) -> Capabilities:
@@ -336,33 +237,3 @@ def _owned_layer(device: DevicePool, layer: object) -> int:
             f"layer {layer!r} is not one that the device pool owns: {list(device.owned_layers)}."
         )
     return device.owned_layers[device.owned_layers.index(layer)]
-
-
-def _planes(device: DevicePool, host: HostPool, layers: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return the planes of some layers, component-major, in the device's row map and in the host's."""
-    held = _host_layers(device, host)
-    parts = range(len(device.geometry.components))
-    owned = device.owned_layers
-    ours = [part * len(owned) + owned.index(layer) for part in parts for layer in layers]
-    theirs = [part * len(held) + held.index(layer) for part in parts for layer in layers]
-    return ours, theirs
-
-
-def _host_layers(device: DevicePool, host: HostPool) -> Sequence[int]:
-    """Return the global numbers of the layers that the host pool holds, in its order."""
-    if host.owned_layers is not None:
-        held: Sequence[int] = host.owned_layers
-        fits = host.total_layers == device.geometry.num_layers and set(device.owned_layers) <= set(held)
-    elif host.geometry.num_layers == device.geometry.num_layers:
-        held, fits = range(host.geometry.num_layers), True
-    else:
-        held = device.owned_layers
-        fits = host.geometry.num_layers == len(held)
-    if not fits or host.geometry.with_layers(1) != device.geometry.with_layers(1):
-        raise InvalidArgumentError(
-            f"the pools do not match: the device pool has {device.geometry} and owns layers "
-            f"{list(device.owned_layers)}, the host pool has {host.geometry} and owns layers "
-            f"{'all' if host.owned_layers is None else list(host.owned_layers)}. The host pool must hold "
-            f"the device pool's layers, or all, and agree in everything else."
-        )
-    return held

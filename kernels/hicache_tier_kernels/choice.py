@@ -22,8 +22,8 @@ import numpy as np
 from hicache_tier.errors import InvalidArgumentError
 
 from .engine import far_side, near_side, to_host
+from .memo import PairMemo
 from .nvrtc import cache_folder
-from .plan import PairMemo
 from .runs import fragments_of
 from .staged import windows_of
 

@@ -28,8 +28,8 @@ from .engine import (
     to_host,
 )
 from .indices import IndexCheck, PageNumbers
+from .memo import PairMemo
 from .nvrtc import CompileError, compile_cubin, compiler
-from .plan import PairMemo
 from .shapes import plane_groups, plane_table
 from .support import Support
 

@@ -11,18 +11,18 @@ A plane is one component of one layer. `piece` is 0 except where a layout splits
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hicache_tier.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from .memo import PairMemo
 
-Made = TypeVar("Made")
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -45,30 +45,6 @@ def byte_plane(
     memory = torch.empty(0, dtype=torch.uint8, device=base.device).set_(base.untyped_storage())
     first = base.storage_offset() * base.element_size() + offset
     return memory.as_strided(shape, (*strides, 1), first)
-
-
-class PairMemo(Generic[Made]):
-    """Remembers what follows from two row maps for as long as both live.
-
-    Parameters
-    ----------
-    make : callable
-        Takes both maps; what it returns must not hold either.
-    """
-
-    def __init__(self, make: Callable[[RowMap, RowMap], Made]) -> None:
-        self._make = make
-        self._known: WeakKeyDictionary[RowMap, WeakKeyDictionary[RowMap, Made]] = WeakKeyDictionary()
-
-    def __call__(self, first: RowMap, second: RowMap) -> Made:
-        """Return what `make` made of the two; made twice at most where threads race."""
-        inner = self._known.get(first)
-        if inner is None:
-            inner = self._known.setdefault(first, WeakKeyDictionary())
-        try:
-            return inner[second]
-        except KeyError:
-            return inner.setdefault(second, self._make(first, second))
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

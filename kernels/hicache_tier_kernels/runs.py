@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .plan import PairMemo
+from .memo import PairMemo
 from .shapes import Side, plane_groups
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .plan import PairMemo
+from .memo import PairMemo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

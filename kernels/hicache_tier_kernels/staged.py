@@ -33,7 +33,8 @@ from .engine import (
     reachable,
     to_host,
 )
-from .plan import CopyPlan, PairMemo, RowMap, byte_plane
+from .memo import PairMemo
+from .plan import CopyPlan, RowMap, byte_plane
 from .support import Support
 
 if TYPE_CHECKING:
