@@ -120,7 +120,7 @@ class Rig:
         return self.until(
             lambda stats: (
                 not any(stats["queues"].values())
-                and not any(lane["calls"] for lane in stats["lanes"].values())
+                and not any(lane["calls_in_flight"] for lane in stats["lanes"].values())
             )
         )
 

@@ -19,9 +19,9 @@ def snapshot(core: Core, reader: Reader, writer: Writer) -> dict[str, Any]:
         `host`: pages of the pool: `total_pages` = `free_pages` + `owned_pages` (the tier's) + `other_pages`;
         `owned_pages` = `ready_pages` + `filling_pages` + `detached_pages` (forgotten, yet still locked or
         with the store); `locks` held. `queues`: pages that wait or are with the store. `lanes`: by
-        direction, threads, calls in flight, late calls and the breaker. The rest are sums since the tier was made, in
-        pages, bytes, seconds or calls, many by reason: `matches`, `misses`, `inserts`, `backup`, `load`,
-        `prefetch`, `reads`, `writes`, `lookups`, `evictions`.
+        direction, threads, calls in flight, late ones among them, and the breaker. The rest are sums since
+        the tier was made, in pages, bytes, seconds or calls, many by reason: `matches`, `misses`, `inserts`,
+        `backup`, `load`, `prefetch`, `reads`, `writes`, `lookups`, `evictions`.
     """
     with core.held():
         total, free = core.host.num_pages, core.host.free_pages

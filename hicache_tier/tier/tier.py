@@ -69,10 +69,10 @@ class Tier:
     Examples
     --------
     >>> with Tier(host, store, prefetch="wait_complete") as tier:  # doctest: +SKIP
-    ...     tier.prefetch(keys).wait()                             # store -> host, while the request queues
+    ...     tier.prefetch(keys).wait()  # store -> host, while the request queues
     ...     with tier.lock(keys) as lock:
-    ...         hit = tier.load(keys, device, device_pages)        # host -> device: `hit` leading pages
-    ...     tier.insert(keys, device, device_pages)                # device -> host -> store, computed pages too
+    ...         hit = tier.load(keys, device, device_pages)  # host -> device: `hit` leading pages
+    ...     tier.insert(keys, device, device_pages)  # device -> host -> store, what was computed
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import humanfriendly
 
-from hicache_tier.errors import InvalidArgumentError, NotAStoreError, StoreError
+from hicache_tier.errors import InvalidArgumentError, NotAStoreError, StoreError, StoreFullError
 from hicache_tier.geometry import KVGeometry, PoolKind
 from hicache_tier.layout import Layout
 
