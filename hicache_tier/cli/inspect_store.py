@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from .app import FINDING
 from .output import age, json_option, print_json, show, size, table
 
 _COUNTS = ("rank", "writer", "pool", "state", ">pages", ">bytes", ">capacity", ">full")
@@ -18,21 +19,28 @@ _APART = ("pools", "parallel", "format", "version")
 @click.command("inspect", short_help="Show what a store holds.")
 @click.argument("root", type=click.Path(exists=True, file_okay=False))
 @json_option
-def command(root: str, as_json: bool) -> None:
+@click.pass_context
+def command(ctx: click.Context, root: str, as_json: bool) -> None:
     """Show the namespaces and partitions of the store at ROOT; works while others write to it.
 
     A prefix is a chain of pages from the beginning of a text. An orphan is a page whose predecessor is gone,
-    so that no prefix leads to it.
+    so that no prefix leads to it. Exit code 1 where something is damaged.
     """
     from hicache_tier_storage.inspection import inspect_root
 
     found = inspect_root(root)
+    partitions = [p for n in found["namespaces"] for p in n["partitions"]]
     if as_json:
         print_json(found)
-        return
+    else:
+        _show(root, found, partitions)
+    if any(part.get("damage") for part in [*found["namespaces"], *partitions]):
+        ctx.exit(FINDING)
+
+
+def _show(root: str, found: dict[str, Any], partitions: list[dict[str, Any]]) -> None:
     for namespace in found["namespaces"]:
         _show_namespace(namespace)
-    partitions = [p for n in found["namespaces"] for p in n["partitions"]]
     pages, nbytes = sum(p["pages"] for p in partitions), sum(p["bytes"] for p in partitions)
     count = len(found["namespaces"])
     show(f"{count} namespace{'s' * (count != 1)}, {pages} pages, {size(nbytes)} in {root}")

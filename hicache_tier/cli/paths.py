@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from .output import json_option, mark, print_json, show, table
@@ -19,22 +21,34 @@ def command(as_json: bool) -> None:
         print_json(rows)
         return
     columns = ("pool", "layout", "io_backend", "layers", "op", "ok", "engine", "reason")
-    show(
-        table(
-            "Transfers on this machine",
-            columns,
-            (
-                (
-                    row["pool"],
-                    row["layout"],
-                    row["io_backend"],
-                    "sharded" if row["sharded"] else "all",
-                    row["op"],
-                    mark(row["ok"]),
-                    row["engine"] or "-",
-                    row["reason"] or "",
-                )
-                for row in rows
-            ),
-        )
+    show(table("Transfers on this machine", columns, map(_cells, _both_ways(rows))))
+
+
+def _both_ways(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the rows of backup and load where they say the same but for the word."""
+    joined: list[dict[str, Any]] = []
+    for row in rows:
+        reason = (row["reason"] or "").replace(f" {row['op']} ", " ")
+        same = {"op": "both", "reason": reason}
+        if (
+            joined
+            and joined[-1] | same == row | same | {"plain": joined[-1]["plain"]}
+            and joined[-1]["plain"] == reason
+        ):
+            joined[-1] |= same
+        else:
+            joined.append(row | {"plain": reason})
+    return joined
+
+
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        row["pool"],
+        row["layout"],
+        row["io_backend"],
+        "sharded" if row["sharded"] else "all",
+        row["op"],
+        mark(row["ok"]),
+        row["engine"] or "-",
+        row["reason"] or "",
     )

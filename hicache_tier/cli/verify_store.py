@@ -46,9 +46,9 @@ def _show(root: str, found: dict[str, Any]) -> None:
         show(table("Damage", ("where", "what"), ((d["where"], d["what"]) for d in details)))
     text = f"{found['pages']} pages of {root} checked: "
     if found["damaged"]:
-        show(
-            Text.assemble(text, (f"{found['damaged']} damaged", "bold red"), "; they will be computed again")
-        )
+        one = found["damaged"] == 1
+        fate = f"; {'it is' if one else 'they are'} not served, but computed again"
+        show(Text.assemble(text, (f"{found['damaged']} damaged", "bold red"), fate))
     else:
         show(Text.assemble(text, ("all good", "bold green")))
     for name, remark in _REMARKS.items():

@@ -100,3 +100,28 @@ def test_progress_on_a_terminal(monkeypatch, capsys):
         report(1, 2)
         report(2, 2)
     assert capsys.readouterr().out == ""
+
+
+def test_inspect_of_a_damaged_store_is_a_finding(invoke, store):
+    (group,) = store.glob("*/zarr.json")
+    group.write_text("{")
+    assert invoke("inspect", store).exit_code == 1
+    assert invoke("inspect", store, "--json").exit_code == 1
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_errors_are_json_for_those_who_asked(invoke, tmp_path, verb):
+    (tmp_path / "note").write_text("not a store")
+    result = invoke(verb, tmp_path, "--json")
+    assert result.exit_code == 2
+    error = json.loads(result.stdout)["error"]
+    assert error["kind"] == "not_a_store"
+    assert "Name the root of a store" in error["message"]
+    result = invoke(verb, tmp_path / "missing", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["error"]["kind"]) == (2, "usage")
+
+
+def test_paths_joins_what_is_the_same_both_ways(invoke):
+    shown = invoke("paths").stdout
+    assert "both" in shown
+    assert "backup" not in shown
