@@ -27,14 +27,20 @@ def test_path_table_is_the_real_one(readme):
     )
 
 
-def test_example_runs(readme, tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    code += "\nassert hit == 8 and all(ok for ok in store_verdicts)\n"
-    code = code.replace("    store.get(", "    store_verdicts = store.get(")
-    out = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert out.returncode == 0, out.stderr
+def test_examples_run(readme, tmp_path):
+    ours, readers = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    ours += "\nassert hit == 8 and all(ok for ok in store_verdicts)\n"
+    ours = ours.replace("    store.get(", "    store_verdicts = store.get(")
+    for code in (ours, readers):
+        out = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert out.returncode == 0, out.stderr
+    assert ", 2, 16, 4, 2, 64)" in out.stdout
     assert (tmp_path / "kv-store").is_dir()
 
 
