@@ -121,9 +121,9 @@ def write_document(path: Path, document: dict[str, Any]) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write `data` beside `path`, sync it, and rename it into place."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_name(path)
+    fd = create_new(temporary)
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(fd, "wb") as file:  # noqa: PTH123 - a descriptor
             file.write(data)
             file.flush()
@@ -134,6 +134,18 @@ def replace_file(path: Path, data: bytes) -> None:
             temporary.unlink()
         raise
     sync_directory(path.parent)
+
+
+def temporary_name(path: Path) -> Path:
+    """Where a file is made before it is renamed into place."""
+    return path.with_name(path.name + ".tmp")
+
+
+def create_new(path: Path) -> int:
+    """Open a new file to read and write. What an interrupted write left there goes; links do not count."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def sync_directory(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import google_crc32c
 import numpy as np
 
-from .metadata import sync_directory
+from .metadata import create_new, sync_directory, temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,9 +69,9 @@ def create_slab(path: Path, shape: SlabShape) -> None:
     OSError
         Where the disk is full or read-only; nothing is left behind.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_name(path)
+    fd = create_new(temporary)
     try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, shape.file_nbytes)
             os.pwrite(fd, shape.tail(), shape.data_nbytes)
