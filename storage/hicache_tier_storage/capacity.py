@@ -2,32 +2,48 @@
 
 Slabs are the unit. A writer takes a new slab under the root's lock while the sum stays within the cap; else
 slabs of writers that are gone are taken back, coldest first; else live writers above their fair share are
-asked to give one up (`.hct.demand`), which they do within a second.
+asked to give one up (`.hct.demand`), which they do within a second. Only a writer below its fair share asks,
+and as long as it does no writer that holds more takes what was freed.
 """
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import os
 import re
+import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .partition import PartitionPaths, remove_slab
+from hicache_tier.errors import StoreError
+
+from .locks import exclusive, let_go, open_lock, try_lock
+from .metadata import read_attributes
+from .partition import PartitionPaths
 from .record import ACCESS_WORD, RECORD_WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
+_LOG = logging.getLogger(__name__)
 LOCK_NAME = ".hct.lock"
+OPEN_PATIENCE_S = 10.0  # an opening waits as long for the root's lock,
+GROW_PATIENCE_S = 2.0  # a put that needs a slab,
+_KEEP_PATIENCE_S = 0.5  # and housekeeping
 _DEMAND_NAME = ".hct.demand"
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 PARTITION_NAME = re.compile(r"((?:[a-z]+\d+of\d+)(?:-[a-z]+\d+of\d+)*)-w(\d+)")
+_SLAB_NAME = re.compile(r"c\.(0|[1-9]\d*)((?:\.0){1,8})(\.tmp)?", re.ASCII)
+_TABLE_NAME = re.compile(r"c\.(0|[1-9]\d*)\.0(\.tmp)?", re.ASCII)
 _RESERVE_NBYTES = 1 << 30
+_ASKING_NS = 1_500_000_000  # how long a writer counts as asking after it was refused
+_LEFTOVER = -1  # colder than any slab
 
 
 def partition_paths(root: Path, namespace: str | None = None) -> Iterator[PartitionPaths]:
@@ -49,28 +65,67 @@ def _directories(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _SlabUse:
+class _Use:
+    """Files that go together, in the order in which they are removed: a slab and its table, or a leftover."""
+
     paths: PartitionPaths
-    number: int
-    slab: Path
-    table: Path
+    files: tuple[Path, ...]
     nbytes: int
+    table: Path | None
+
+    def heat(self) -> int:
+        """When a page of it was last used."""
+        return _LEFTOVER if self.table is None else _newest_access(self.table)
 
 
-def _slabs(paths: PartitionPaths) -> list[_SlabUse]:
-    found = []
-    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(paths.pages) as entries:
+def _uses(paths: PartitionPaths) -> list[_Use]:
+    """Plain files of a partition that have the exact names of slabs and tables, finished or not.
+
+    What a writer that was killed while it grew has left is among them. Anything else is foreign.
+    """
+    slabs = _plain_files(paths.pages, _SLAB_NAME)
+    axes = _page_axes(paths) or _commonest(len(match[2]) // 2 for match, _ in slabs)
+    found: list[_Use] = []
+    tables: dict[int, tuple[Path, int]] = {}
+    for match, nbytes in _plain_files(paths.slots, _TABLE_NAME):
+        if match[2]:
+            found.append(_Use(paths, (paths.slots / match[0],), nbytes, None))
+        else:
+            tables[int(match[1])] = (paths.slots / match[0], nbytes)
+    for match, nbytes in slabs:
+        slab = paths.pages / match[0]
+        if len(match[2]) // 2 != axes:
+            continue
+        table = None if match[3] else tables.pop(int(match[1]), None)
+        if table is None:
+            found.append(_Use(paths, (slab,), nbytes, None))
+        else:
+            found.append(_Use(paths, (slab, table[0]), nbytes + table[1], table[0]))
+    return found + [_Use(paths, (table,), nbytes, None) for table, nbytes in tables.values()]
+
+
+def _plain_files(folder: Path, name: re.Pattern[str]) -> list[tuple[re.Match[str], int]]:
+    found: list[tuple[re.Match[str], int]] = []
+    if folder.is_symlink():
+        return found
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
-            parts = entry.name.split(".")
-            if parts[0] != "c" or len(parts) < 2 or not parts[1].isdecimal() or parts[-1] == "tmp":
-                continue
-            number = int(parts[1])
-            table = paths.table(number)
-            nbytes = entry.stat(follow_symlinks=False).st_size
-            with suppress(FileNotFoundError):
-                nbytes += table.stat().st_size
-            found.append(_SlabUse(paths, number, paths.pages / entry.name, table, nbytes))
+            match = name.fullmatch(entry.name)
+            with suppress(FileNotFoundError):  # its live writer has just given it up
+                if match and entry.is_file(follow_symlinks=False):
+                    found.append((match, entry.stat(follow_symlinks=False).st_size))
     return found
+
+
+def _page_axes(paths: PartitionPaths) -> int:
+    try:
+        return int(read_attributes(paths.root)["page_axes"])
+    except (StoreError, KeyError, TypeError, ValueError):
+        return 0
+
+
+def _commonest(numbers: Iterable[int]) -> int:
+    return next((number for number, _ in Counter(numbers).most_common(1)), 0)
 
 
 class RootBudget:
@@ -86,80 +141,114 @@ class RootBudget:
         self.root = root
         self.capacity_nbytes = capacity_nbytes
         self._demand_seen = self._demand_time()
+        self._told: set[Path] = set()
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the root's lock: creation, growth and removal of slabs happen under it."""
-        fd = os.open(self.root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
+    def lock(self, patience_s: float = OPEN_PATIENCE_S) -> AbstractContextManager[None]:
+        """Hold the root's lock: creation, growth and removal of slabs happen under it.
+
+        Raises
+        ------
+        RootBusyError
+            Where another process keeps it for longer than `patience_s` seconds.
+        """
+        return exclusive(self.root / LOCK_NAME, patience_s)
 
     def used_nbytes(self) -> int:
         """Bytes of all slabs and tables under the root, live or left behind."""
-        return sum(use.nbytes for paths in partition_paths(self.root) for use in _slabs(paths))
+        return sum(_total(paths) for paths in partition_paths(self.root))
 
     def room_for(self, nbytes: int, own: PartitionPaths) -> str:
         """Make room for one slab; return "" or why there is none. The lock must be held."""
         stat = os.statvfs(self.root)
         reserve = min(_RESERVE_NBYTES, stat.f_blocks * stat.f_frsize // 100)
         while True:
-            over = self.used_nbytes() + nbytes > self.capacity_nbytes
+            over = self.used_nbytes() + nbytes - self.capacity_nbytes
             free = os.statvfs(self.root)
-            short = free.f_bavail * free.f_frsize < nbytes + reserve
-            if not over and not short:
+            short = nbytes + reserve - free.f_bavail * free.f_frsize
+            if over <= 0 and short <= 0:
                 return ""
-            if not self.reclaim(own):
-                return "capacity" if over else "disk_full"
+            if not self.reclaim(own, max(over, short)):
+                return "capacity" if over > 0 else "disk_full"
 
-    def reclaim(self, own: PartitionPaths) -> bool:
-        """Remove the coldest slab of a partition that no live writer holds. The lock must be held."""
-        coldest: tuple[int, _SlabUse] | None = None
-        for paths in partition_paths(self.root):
-            if paths == own:
-                continue
-            with writer_lock(paths) as dead:
-                if not dead:
+    def reclaim(self, own: PartitionPaths, nbytes: int) -> int:
+        """Remove coldest slabs of partitions that no live writer holds, of `nbytes` in all if there are.
+
+        What a killed writer left unfinished goes first. What cannot be removed is named in the log and passed
+        over. The lock must be held.
+
+        Returns
+        -------
+        int
+            Bytes removed.
+        """
+        dead = [paths for paths in partition_paths(self.root) if paths != own and _is_dead(paths)]
+        uses = [(use.heat(), at, use) for at, use in enumerate(use for paths in dead for use in _uses(paths))]
+        removed = 0
+        for _, _, use in sorted(uses):
+            if removed >= nbytes:
+                break
+            with writer_lock(use.paths) as still_dead:
+                if not still_dead:
                     continue
-                for use in _slabs(paths):
-                    heat = _newest_access(use.table)
-                    if coldest is None or heat < coldest[0]:
-                        coldest = (heat, use)
-        if coldest is None:
-            return False
-        use = coldest[1]
-        with writer_lock(use.paths) as dead:
-            if not dead:
-                return True  # taken over meanwhile; look again
-            remove_slab(use.slab, use.table)
-        return True
+                try:
+                    for path in use.files:
+                        path.unlink(missing_ok=True)
+                except OSError as error:
+                    if use.files[0] not in self._told:
+                        self._told.add(use.files[0])
+                        _LOG.warning("%s cannot be removed: %s", use.files[0], error.strerror)
+                else:
+                    removed += use.nbytes
+        return removed
 
-    def ask_for_room(self) -> None:
-        """Ask live writers above their fair share to give up a slab."""
+    def must_wait(self, own: PartitionPaths) -> bool:
+        """Whether a live writer that holds less asks for room. The lock must be held."""
+        now = time.time_ns()
+        asking = [paths for paths in partition_paths(self.root) if paths != own and _asks(paths, now)]
+        if not asking:
+            return False
+        mine = _total(own)
+        return any(_total(paths) < mine and not _is_dead(paths) for paths in asking)
+
+    def ask_for_room(self, nbytes: int, own: PartitionPaths) -> bool:
+        """Ask live writers above their fair share to give up a slab, unless that would put this one above.
+
+        The lock must be held. Returns whether they were asked.
+        """
+        mine = _total(own)
+        if mine and mine + nbytes > self._fair_share(own):
+            return False
+        now = time.time_ns()
         path = self.root / _DEMAND_NAME
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.utime(fd)
+            os.utime(fd, ns=(now, now))
         finally:
             os.close(fd)
-        self._demand_seen = self._demand_time()  # not a demand on ourselves
+        os.utime(own.lock, ns=(now, now))
+        return True
 
     def excess(self, own: PartitionPaths) -> bool:
-        """Whether another writer asks for room and this one holds more than its fair share."""
+        """Whether a writer asks for room and this one holds more than its fair share."""
         stamp = self._demand_time()
         if stamp == self._demand_seen:
             return False
+        with self.lock(_KEEP_PATIENCE_S):
+            above = _total(own) > self._fair_share(own)
         self._demand_seen = stamp
-        with self.lock():
-            live = sum(1 for paths in partition_paths(self.root) if paths == own or not _is_dead(paths))
-            mine = sum(use.nbytes for use in _slabs(own))
-            return mine > self.capacity_nbytes // max(1, live)
+        return above
 
-    def over(self) -> bool:
-        """Whether the root holds more than the cap (it was lowered)."""
-        return self.used_nbytes() > self.capacity_nbytes
+    def demand_met(self) -> None:
+        """Take what was asked for up to now as given."""
+        self._demand_seen = self._demand_time()
+
+    def _fair_share(self, own: PartitionPaths) -> int:
+        live = sum(1 for paths in partition_paths(self.root) if paths == own or not _is_dead(paths))
+        return self.capacity_nbytes // max(1, live)
+
+    def excess_nbytes(self) -> int:
+        """Bytes that the root holds above the cap (it was lowered); 0 or less where it is within."""
+        return self.used_nbytes() - self.capacity_nbytes
 
     def _demand_time(self) -> int:
         try:
@@ -168,23 +257,40 @@ class RootBudget:
             return 0
 
 
+def _total(paths: PartitionPaths) -> int:
+    return sum(use.nbytes for use in _uses(paths))
+
+
+def _asks(paths: PartitionPaths, now_ns: int) -> bool:
+    try:
+        return 0 <= now_ns - paths.lock.lstat().st_mtime_ns < _ASKING_NS
+    except OSError:
+        return False
+
+
+def settle_demand(fd: int) -> None:
+    """Let a writer's lock file, just made or taken over, not look as if the writer asked for room."""
+    past = time.time_ns() - 2 * _ASKING_NS
+    with suppress(OSError):
+        os.utime(fd, ns=(past, past))
+
+
 @contextmanager
 def writer_lock(paths: PartitionPaths) -> Iterator[bool]:
     """Try to hold a partition's writer lock; yields False where a live writer has it."""
     try:
-        fd = os.open(paths.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_lock(paths.lock)
     except OSError:
         yield False
         return
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = try_lock(fd)
         except OSError:
-            yield False
-            return
-        yield True
+            taken = False
+        yield taken
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 def _is_dead(paths: PartitionPaths) -> bool:

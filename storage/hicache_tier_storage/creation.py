@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
+import json
+import logging
 import re
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hicache_tier.errors import FormatVersionError, NotAStoreError, StoreError
 
+from .capacity import settle_demand
 from .identity import FORMAT_NAME, FORMAT_VERSION
+from .locks import let_go, open_lock, try_lock
 from .metadata import (
     component_table,
     group_document,
@@ -20,6 +23,8 @@ from .metadata import (
     write_document,
 )
 from .partition import PartitionFacts, PartitionPaths
+from .slab import SlabShape
+from .state import STATE_NBYTES, StateBlock
 from .table import table_nbytes
 
 if TYPE_CHECKING:
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
     from hicache_tier.layout import Layout
 
+_LOG = logging.getLogger(__name__)
 _OWN_FILE = re.compile(r"zarr\.json|c\.\d+(\.0)*")
 
 
@@ -36,26 +42,51 @@ def lock_partition(space: Path, rank: str, pool: str) -> tuple[PartitionPaths, i
     Returns
     -------
     (paths, number, fd)
-        `fd` holds the flock; closing it gives the partition up.
+        `fd` holds the flock; `locks.let_go` gives the partition up.
+
+    Raises
+    ------
+    StoreError
+        Where a folder of the partition is a symbolic link.
     """
     for number in range(1 << 16):
         paths = PartitionPaths(space / f"{rank}-w{number}" / pool)
         for folder in (paths.root.parent, paths.root, paths.state.parent):
+            refuse_link(folder)
             folder.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        refuse_link(paths.pages)
+        refuse_link(paths.slots)
+        fd = open_lock(paths.lock, create=True)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            continue
-        return paths, number, fd
+            if try_lock(fd):
+                settle_demand(fd)
+                return paths, number, fd
+        except BaseException:
+            let_go(fd)
+            raise
+        let_go(fd)
     raise StoreError(f"{space}: every writer number of {rank} is taken.")
 
 
-def existing_facts(paths: PartitionPaths, wanted: PartitionFacts) -> PartitionFacts | None:
+def refuse_link(folder: Path) -> None:
+    """Raise `StoreError` for a symbolic link: what lies behind it would be outside the root and its cap."""
+    if folder.is_symlink():
+        raise StoreError(
+            f"{folder} is a symbolic link; all of a store lies within its root. "
+            "Move the files back, or mount a file system there."
+        )
+
+
+def existing_facts(paths: PartitionPaths, wanted: PartitionFacts) -> tuple[PartitionFacts | None, list[str]]:
     """Return the facts of the partition at `paths` if it can be used; clear away one that cannot.
 
-    Leftovers of interrupted writes (`*.tmp`) are removed. The partition's lock must be held.
+    Leftovers of interrupted writes (`*.tmp`) are removed. Where the group is damaged or gone the state block
+    tells what the slabs are. The partition's lock must be held.
+
+    Returns
+    -------
+    (facts, damage)
+        `damage` says what was found damaged, for people.
 
     Raises
     ------
@@ -64,6 +95,27 @@ def existing_facts(paths: PartitionPaths, wanted: PartitionFacts) -> PartitionFa
     StoreError
         Where it cannot be read; it is left as it is.
     """
+    facts, damage = _read_facts(paths, wanted)
+    _remove_leftovers(paths)
+    if facts is not None:
+        if facts.geometry != wanted.geometry or facts.page_axes != wanted.page_axes:
+            damage.append("it holds pages of another geometry")
+            facts = None
+        elif facts.shape.file_nbytes + table_nbytes(facts.shape.slots) > wanted.capacity_nbytes:
+            damage.append(f"one slab has {facts.shape.file_nbytes} bytes, more than the capacity")
+            facts = None
+    if facts is None:
+        gone = len(paths.slab_numbers())
+        _wipe(paths)
+        damage = [*damage, f"{gone} slabs were dropped"] if gone else []
+    for line in damage:
+        _LOG.warning("%s: %s", paths.root, line)
+    return facts, damage
+
+
+def _read_facts(paths: PartitionPaths, wanted: PartitionFacts) -> tuple[PartitionFacts | None, list[str]]:
+    damage: list[str] = []
+    facts: PartitionFacts | None = None
     try:
         facts = PartitionFacts.read(paths)
     except FormatVersionError:
@@ -71,15 +123,51 @@ def existing_facts(paths: PartitionPaths, wanted: PartitionFacts) -> PartitionFa
     except StoreError as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error, NotAStoreError):
             raise  # it cannot be read now (EMFILE, EIO, access denied): no reason to lose its pages
-        _remove_leftovers(paths)
-        _wipe(paths)
+        damage.append(f"the partition's group is damaged: {error}")
+    shape = _stated_shape(paths, wanted) if paths.slab_numbers() else None
+    if shape is not None and (facts is None or facts.shape != shape):
+        facts = replace(wanted, shape=shape)
+        damage.append("its group was written again from its state block, and its slabs kept")
+    return facts, damage
+
+
+def _stated_shape(paths: PartitionPaths, wanted: PartitionFacts) -> SlabShape | None:
+    """Shape of the slabs as the state block has it; None where it does not tell, or of other pages."""
+    try:
+        with paths.state.open("rb") as file:
+            state = StateBlock.unpack(file.read(STATE_NBYTES + 1), paths.state)
+    except FormatVersionError:
+        raise
+    except (OSError, StoreError):
         return None
-    _remove_leftovers(paths)
-    fits = facts.shape.file_nbytes + table_nbytes(facts.shape.slots) <= wanted.capacity_nbytes
-    if facts.geometry != wanted.geometry or facts.page_axes != wanted.page_axes or not fits:
-        _wipe(paths)
-        return None
-    return facts
+    shape = SlabShape(state.page_nbytes, state.stride, state.slots_per_slab)
+    same = (shape.page_nbytes, shape.stride) == (wanted.shape.page_nbytes, wanted.shape.stride)
+    return shape if same and shape.slots > 0 and not shape.slots & (shape.slots - 1) else None
+
+
+def slots_in_use(paths: PartitionPaths, facts: PartitionFacts) -> int:
+    """Slots up to the end of the last slab whose files have the sizes they should."""
+    for number in reversed(paths.slab_numbers()):
+        with suppress(OSError):
+            slab = paths.slab(number, facts.page_axes).lstat().st_size
+            table = paths.table(number).lstat().st_size
+            if slab == facts.shape.file_nbytes and table == table_nbytes(facts.shape.slots):
+                return (number + 1) * facts.shape.slots
+    return 0
+
+
+def documents_agree(paths: PartitionPaths, facts: PartitionFacts, capacity: int) -> bool:
+    """Whether the partition's Zarr documents say what is so; `capacity` is in slots."""
+    try:
+        if PartitionFacts.read(paths) != facts:
+            return False
+        lengths = [
+            json.loads((folder / "zarr.json").read_bytes())["shape"][0]
+            for folder in (paths.pages, paths.slots, paths.state.parent)
+        ]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return lengths == [capacity, capacity, STATE_NBYTES]
 
 
 def _remove_leftovers(paths: PartitionPaths) -> None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .metadata import replace_file
+from .capacity import GROW_PATIENCE_S
+from .locks import RootBusyError
+from .metadata import replace_file, temporary_name
 from .partition import remove_slab
 from .slab import SlabDamagedError, create_slab
 from .table import table_nbytes
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from .writer import WriterPartition
 
 _RETRY_S = 1.0
+_ASK_AGAIN_S = 0.25  # while others have been asked to give up a slab
+_BUSY_PATIENCE_S = 0.1  # for the root's lock, once it was not to be had
 
 
 class Growth:
@@ -27,50 +31,66 @@ class Growth:
         self._partition = partition
         self._budget = budget
         self._not_before = 0.0
+        self._patience_s = GROW_PATIENCE_S
 
     def grow(self) -> bool:
         """Add a slab where the cap and the disk allow it; else say why in `partition.no_room`.
 
-        A refusal is not asked for again within a second; live writers above their fair share are asked to
-        give up a slab meanwhile.
+        After a refusal it is a second until it is tried again, less where live writers above their fair
+        share have been asked to give up a slab. The root's lock is waited for two seconds at most.
         """
-        partition, shape = self._partition, self._partition.facts.shape
-        if (len(partition.slabs) + 1) * shape.slots > partition.capacity:
+        partition, shape, budget = self._partition, self._partition.facts.shape, self._budget
+        allowed = max(1, budget.capacity_nbytes // (shape.slots * shape.stride))
+        if len(partition.slabs) >= allowed:
             partition.no_room = "capacity"
             return False
         if time.monotonic() < self._not_before:
             return False
+        retry_s = _RETRY_S
         try:
-            with self._budget.lock():
+            with budget.lock(self._patience_s):
+                self._patience_s = GROW_PATIENCE_S
                 nbytes = shape.file_nbytes + table_nbytes(shape.slots)
-                why = self._budget.room_for(nbytes, partition.paths)
+                waits = budget.must_wait(partition.paths)
+                why = "capacity" if waits else budget.room_for(nbytes, partition.paths)
                 if not why:
                     number = self._vacant_number()
                     if number is not None:
                         self._add_slab(number)
                         return True
                     why = "capacity"
-                elif why == "capacity":
-                    self._budget.ask_for_room()
+                elif why == "capacity" and budget.ask_for_room(nbytes, partition.paths):
+                    retry_s = _ASK_AGAIN_S
+        except RootBusyError as error:
+            why = error.kind
+            self._patience_s = _BUSY_PATIENCE_S
         except SlabDamagedError as error:
             why = f"io_error: {error}"
         except OSError as error:
             full_disk = error.errno in {errno.ENOSPC, errno.EDQUOT}
             why = "disk_full" if full_disk else f"io_error: {error.strerror}"
         partition.no_room = why
-        self._not_before = time.monotonic() + _RETRY_S
+        self._not_before = time.monotonic() + retry_s
         return False
 
     def _vacant_number(self) -> int | None:
-        """Return a slab number that no I/O is under way in: a dropped slab's I/O may still be."""
+        """Return a slab number whose names are free and that no I/O of a dropped slab is under way in."""
         partition, size = self._partition, self._partition.facts.shape.slots
         for number in range(partition.capacity // size):
             if (
                 number not in partition.slabs
                 and not partition.pins[number * size : (number + 1) * size].any()
+                and not self._is_blocked(number)
             ):
                 return number
         return None
+
+    def _is_blocked(self, number: int) -> bool:
+        """Whether somebody's directory bears a name of this slab."""
+        paths = self._partition.paths
+        names = (paths.slab(number, self._partition.facts.page_axes), paths.table(number))
+        both = (path for name in names for path in (name, temporary_name(name)))
+        return any(path.is_dir() and not path.is_symlink() for path in both)
 
     def _add_slab(self, number: int) -> None:
         partition, shape = self._partition, self._partition.facts.shape

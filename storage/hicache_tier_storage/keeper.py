@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING
+
+from hicache_tier.errors import StoreError
+
+from .locks import RootBusyError
 
 if TYPE_CHECKING:
     from .capacity import RootBudget
@@ -12,7 +17,8 @@ if TYPE_CHECKING:
     from .writer import WriterPartition
 
 _LOG = logging.getLogger(__name__)
-_TICK_S = 0.5
+_TICK_S = 0.2
+_PUBLISH_S = 0.6
 _ACCESS_PUBLISH_S = 60
 _PUBLISHED_AT_ONCE = 4096
 
@@ -26,13 +32,22 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="hct-keeper", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread.
+
+        Raises
+        ------
+        StoreError
+            Where the process may have no more threads.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise StoreError(f"{self._core.root} cannot be kept: {error}.") from error
 
     def stop(self, timeout: float) -> None:
         """End the thread, waiting up to `timeout` seconds."""
         self._stop.set()
-        if self._thread is not threading.current_thread():
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def shrink(self) -> None:
@@ -41,19 +56,31 @@ class Keeper:
         Those of writers that are gone go first, coldest first.
         """
         with self._budget.lock():
-            while self._budget.over():
-                if not self._budget.reclaim(self._writer.paths) and not self._core.shed():
+            while (excess := self._budget.excess_nbytes()) > 0:
+                if not self._budget.reclaim(self._writer.paths, excess) and not self._core.shed():
                     return
 
     def _run(self) -> None:
+        published = time.monotonic()
         while not self._stop.wait(_TICK_S):
             try:
-                asked = self._budget.excess(self._writer.paths)
+                asked = self._is_asked()
+                due = time.monotonic() >= published + _PUBLISH_S
+                if not (asked or due):
+                    continue
                 with self._core.lock:
                     if self._core.closed:
                         return
-                    self._writer.publish_access(older_than_s=_ACCESS_PUBLISH_S, most=_PUBLISHED_AT_ONCE)
-                    if asked:
-                        self._core.shed()
+                    if due:
+                        published = time.monotonic()
+                        self._writer.publish_access(older_than_s=_ACCESS_PUBLISH_S, most=_PUBLISHED_AT_ONCE)
+                    if asked and self._core.shed():
+                        self._budget.demand_met()
             except Exception:  # noqa: BLE001 - whatever it is, the store goes on serving
                 _LOG.exception("%s: housekeeping failed; it goes on", self._core.root)
+
+    def _is_asked(self) -> bool:
+        try:
+            return self._budget.excess(self._writer.paths)
+        except RootBusyError:
+            return False  # asked again at the next turn

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .capacity import LOCK_NAME
+from .locks import let_go, open_lock, try_lock, wait_for_lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,7 +15,6 @@ if TYPE_CHECKING:
     from .partition import PartitionPaths
 
 _PATIENCE_S = 2.0
-_POLL_S = 0.005
 
 
 def live_writers(root: Path, partitions: Sequence[PartitionPaths]) -> dict[Path, bool | None]:
@@ -40,7 +36,7 @@ def live_writers(root: Path, partitions: Sequence[PartitionPaths]) -> dict[Path,
 @contextmanager
 def _calm(root: Path) -> Iterator[bool]:
     try:
-        fd = os.open(root / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_lock(root / LOCK_NAME, writable=False)
     except FileNotFoundError:
         yield True  # a copy of a store: no writer has opened it
         return
@@ -48,37 +44,28 @@ def _calm(root: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _share(fd, time.monotonic() + _PATIENCE_S)
+        yield _share(fd)
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
-def _share(fd: int, deadline: float) -> bool:
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno != errno.EWOULDBLOCK or time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
-        else:
-            return True
+def _share(fd: int) -> bool:
+    try:
+        return wait_for_lock(fd, _PATIENCE_S, shared=True)
+    except OSError:
+        return False
 
 
 def _held(lock: Path) -> bool | None:
     try:
-        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_lock(lock, writable=False)
     except FileNotFoundError:
         return False
     except OSError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(fd, shared=True)
     except OSError:
         return None
-    else:
-        return False
     finally:
-        os.close(fd)
+        let_go(fd)

@@ -18,9 +18,10 @@ from hicache_tier.geometry import KVGeometry, PoolKind
 from hicache_tier.layout import Layout
 
 from .capacity import LOCK_NAME, RootBudget, partition_paths
-from .creation import lock_partition
+from .creation import lock_partition, refuse_link
 from .foreign import ForeignPages
 from .identity import Identity
+from .locks import let_go
 from .metadata import group_document, plain_group_document, read_attributes, write_document
 from .posix import PosixEngine
 from .probe import check_engine, choose_engine, is_network, one_of
@@ -41,12 +42,16 @@ _DEFAULT_CAPACITY_NBYTES = 64 << 30
 
 
 def parse_capacity(value: object, root: Path) -> int:
-    """Bytes of a number, of text such as `"100 GiB"`, or None: 64 GiB, at most a quarter of what is free."""
+    """Bytes of a number, of text such as `"100 GiB"`, or None for the default.
+
+    That is 64 GiB, at most a quarter of what is free or held by this root already, so that it stays what it
+    is when the root is opened again.
+    """
     if value is None:
         existing = root
         while not existing.exists():
             existing = existing.parent
-        free = shutil.disk_usage(existing).free
+        free = shutil.disk_usage(existing).free + _held_nbytes(root)
         if not free:
             raise StoreFullError(f"the file system of {root} has no free space; nothing can be stored there.")
         return min(_DEFAULT_CAPACITY_NBYTES, free // 4)
@@ -61,6 +66,16 @@ def parse_capacity(value: object, root: Path) -> int:
     if nbytes <= 0:
         raise InvalidArgumentError(f"capacity_bytes must be above 0, got {value!r}.")
     return int(nbytes)
+
+
+def _held_nbytes(root: Path) -> int:
+    """Bytes of disk that the files under a root take."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with suppress(OSError):
+                total += Path(folder, name).lstat().st_blocks * 512
+    return total
 
 
 def check_root(root: Path, *, create: bool) -> None:
@@ -152,7 +167,7 @@ def open_store(
         each a partition beside the others, opened by a call of its own. See `usable_prefix`.
     capacity_bytes : int or str, optional
         Cap on the root, for all writers together, as bytes or `"100 GiB"`. Default: 64 GiB, at most a quarter
-        of the free disk.
+        of the disk that is free or held by this root.
     engine : str or ByteEngine
         `auto`, `posix`, or an engine of your own.
     io_mode : str
@@ -199,6 +214,7 @@ def open_store(
         cp=cp,
     )
     path = _root_path(root)
+    refuse_link(path / identity.namespace)
     capacity_nbytes = parse_capacity(capacity_bytes, path)
     if not read_only:
         check_capacity(geometry.page_nbytes, capacity_nbytes)
@@ -207,7 +223,7 @@ def open_store(
         read_attributes(path / identity.namespace)  # refuses a later version
     chosen = _engine(path, engine, io_mode, threads, read_only=read_only)
     cache = FileCache(file_limit())
-    writer = None
+    writer = foreign = None
     try:
         if not read_only:
             _make_root(path)
@@ -236,12 +252,16 @@ def open_store(
             verify_foreign=is_network(path),
             checksums=checksums,
         )
-    except BaseException:
+    except BaseException as error:
+        if foreign is not None:
+            foreign.close()
         if writer is not None:
             writer.abandon()
         cache.close()
         if isinstance(engine, str):
             chosen.close()
+        if isinstance(error, OSError) and not isinstance(error, StoreError):
+            raise StoreError(f"{path} cannot be opened: {error.strerror or error}.") from error
         raise
 
 
@@ -328,7 +348,7 @@ def _take_partition(
                     cache=cache,
                 )
             except BaseException:
-                os.close(fd)
+                let_go(fd)
                 raise
     except StoreError:
         raise

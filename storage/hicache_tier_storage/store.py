@@ -104,8 +104,9 @@ class PageStore:
                 self._putter = Putter(core, writer, checksums=checksums)
                 self._keeper = Keeper(core, writer, budget)
                 self._keeper.shrink()
-                self._keeper.start()
             foreign.refresh()
+            if self._keeper is not None:
+                self._keeper.start()  # last: what fails before leaves no thread behind
         _OPEN.add(self)
 
     # -- looking up ------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ import numpy as np
 
 from hicache_tier.errors import StoreFullError
 
-from .creation import existing_facts, write_documents
+from .creation import documents_agree, existing_facts, slots_in_use, write_documents
 from .eviction import LeafLru
 from .growth import Growth
 from .journal import Journal
+from .locks import let_go
 from .metadata import replace_file
 from .partition import Partition, PartitionFacts, PartitionPaths
 from .record import (
@@ -69,7 +70,7 @@ class WriterPartition(Partition):
     Attributes
     ----------
     capacity : int
-        Slots that the cap allows.
+        Length of the arrays: slots that the cap allows, or up to the last slab in use where that is more.
     keys : dict
         Key of each slot that holds a page.
     pins : int32, one a slot
@@ -98,12 +99,14 @@ class WriterPartition(Partition):
         shape = check_capacity(geometry.page_nbytes, budget.capacity_nbytes)
         axes = len(layout.page_shape(geometry))
         facts = PartitionFacts(rank, writer, pool, budget.capacity_nbytes, geometry, axes, shape)
-        old = existing_facts(paths, facts)
+        old, damage = existing_facts(paths, facts)
         if old is not None:
             facts = replace(facts, shape=old.shape)
         super().__init__(paths, facts, cache, writable=True)
         size = facts.shape.slots
-        self.capacity = max(1, budget.capacity_nbytes // (size * facts.shape.stride)) * size
+        allowed = max(1, budget.capacity_nbytes // (size * facts.shape.stride)) * size
+        self.capacity = max(allowed, slots_in_use(paths, facts))
+        self.damage += [f"{self.name}: {line}" for line in damage]
         self.keys: dict[int, bytes] = {}
         self.lru = LeafLru(0)
         self.pins: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -116,16 +119,15 @@ class WriterPartition(Partition):
         self.evictions = 0
         self.no_room = "capacity"
         self.state, self._suspect_boot, trouble = opened_state(paths, facts.shape, self.capacity)
-        if old != facts:
+        if not documents_agree(paths, facts, self.capacity):
             write_documents(paths, facts, layout, self.capacity)
         if trouble:
             self.report(trouble)
         self.sequence = self.state.sequence
         self._journal = Journal(paths.journal, writable=True)
         self._growth = Growth(self, budget)
-        most = max(self.capacity, old.capacity_nbytes // facts.shape.stride + size if old else 0)
         try:
-            self._load(most)
+            self._load(self.capacity)
             self._write_state(clean=False)
         except BaseException:
             self.close()
@@ -331,6 +333,12 @@ class WriterPartition(Partition):
         self.pinned[slots] = pinned
         self._republish(slots)
 
+    def pin_more(self, slots: NDArray[np.int64]) -> None:
+        """Pin those of these pages that are not pinned."""
+        fresh = np.unique(slots[~self.pinned[slots]])
+        if len(fresh):
+            self.set_pinned(fresh, pinned=True)
+
     def _republish(self, slots: NDArray[np.int64]) -> None:
         """Publish records anew with their access times and flags as they are now.
 
@@ -434,7 +442,7 @@ class WriterPartition(Partition):
         """Close this process's descriptor of the writer lock."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
-            os.close(fd)
+            let_go(fd)
 
 
 def check_capacity(page_nbytes: int, capacity_nbytes: int) -> SlabShape:
