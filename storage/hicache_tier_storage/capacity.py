@@ -114,7 +114,7 @@ def _plain_files(folder: Path, name: re.Pattern[str]) -> list[tuple[re.Match[str
             with suppress(FileNotFoundError):  # its live writer has just given it up
                 if match and entry.is_file(follow_symlinks=False):
                     found.append((match, entry.stat(follow_symlinks=False).st_size))
-    return found
+    return sorted(found, key=lambda file: -int(file[0][1]))  # of slabs as cold the last goes first
 
 
 def _page_axes(paths: PartitionPaths) -> int:
@@ -143,15 +143,15 @@ class RootBudget:
         self._demand_seen = self._demand_time()
         self._told: set[Path] = set()
 
-    def lock(self, patience_s: float = OPEN_PATIENCE_S) -> AbstractContextManager[None]:
+    def lock(self, patience_s: float | None = None) -> AbstractContextManager[None]:
         """Hold the root's lock: creation, growth and removal of slabs happen under it.
 
         Raises
         ------
         RootBusyError
-            Where another process keeps it for longer than `patience_s` seconds.
+            Where another process keeps it for longer than `patience_s` seconds, 10 where none are given.
         """
-        return exclusive(self.root / LOCK_NAME, patience_s)
+        return exclusive(self.root / LOCK_NAME, OPEN_PATIENCE_S if patience_s is None else patience_s)
 
     def used_nbytes(self) -> int:
         """Bytes of all slabs and tables under the root, live or left behind."""
@@ -173,7 +173,7 @@ class RootBudget:
     def reclaim(self, own: PartitionPaths, nbytes: int) -> int:
         """Remove coldest slabs of partitions that no live writer holds, of `nbytes` in all if there are.
 
-        What a killed writer left unfinished goes first. What cannot be removed is named in the log and passed
+        What killed writers left unfinished goes first, all of it. What cannot be removed is named in the log and passed
         over. The lock must be held.
 
         Returns
@@ -184,8 +184,8 @@ class RootBudget:
         dead = [paths for paths in partition_paths(self.root) if paths != own and _is_dead(paths)]
         uses = [(use.heat(), at, use) for at, use in enumerate(use for paths in dead for use in _uses(paths))]
         removed = 0
-        for _, _, use in sorted(uses):
-            if removed >= nbytes:
+        for heat, _, use in sorted(uses):
+            if removed >= nbytes and heat != _LEFTOVER:
                 break
             with writer_lock(use.paths) as still_dead:
                 if not still_dead:
