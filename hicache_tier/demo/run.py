@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from hicache_tier.errors import EngineUnavailableError, HiCacheTierError
+from hicache_tier.errors import HiCacheTierError
 
 from .job import Job, Phase
 from .models import find_model
@@ -110,5 +110,7 @@ def _process(command: list[str], log: IO[str]) -> Iterator[subprocess.Popen[str]
 
 
 def _error(event: dict[str, Any]) -> HiCacheTierError:
-    kinds = {EngineUnavailableError.kind: EngineUnavailableError}
-    return kinds.get(event["kind"], DemoError)(event["text"])
+    """Return a worker's error with the kind that it had there."""
+    kind = type("DemoError", (DemoError,), {"kind": event["kind"]})
+    error: HiCacheTierError = kind(event["text"])
+    return error
