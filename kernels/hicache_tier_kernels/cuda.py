@@ -185,6 +185,7 @@ def _loadable(index: int) -> Support:
             return found
     try:
         with torch.cuda.device(index):
+            torch.empty(1, device=f"cuda:{index}")  # makes the context that the module is loaded into
             check_function(index, torch.int64, torch.int64)
     except (CompileError, DriverError) as error:
         return Support(ok=False, reason=str(error))

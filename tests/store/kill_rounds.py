@@ -32,6 +32,7 @@ def child(root, turn, capacity, pipe):
             keys = keys_of(f"round{turn}", rng.randrange(1, 12), first=step * 12)
         else:
             keys = keys_of("large", rng.randrange(1, 12), first=rng.randrange(600))
+        os.write(pipe, (json.dumps({"will_put": [key.hex() for key in keys]}) + "\n").encode())
         put = rig.chain(store, keys)
         good = [key.hex() for key, reason in zip(keys, put, strict=True) if reason.endswith("stored")]
         if rng.random() < 0.3:
@@ -114,6 +115,7 @@ def main(root, rounds, seed):
         reports = lines(raw)
         held = [set(report["held"]) for report in reports if "held" in report]
         maybe_gone = {key for report in reports[-1:] for key in report.get("will_delete", ())}
+        maybe_back = set(next((r["will_put"] for r in reversed(reports) if "will_put" in r), ()))
         deleted = {key for report in reports for key in report.get("deleted", ())}
         last = (held[-1] if held else before) - maybe_gone
         ever = before.union(*held)
@@ -130,7 +132,7 @@ def main(root, rounds, seed):
         in_flight = found - ever
         totals["missing"] += max(0, len(last - found) - (12 if capacity == SMALL else 0))
         totals["alien"] += len(in_flight) > 12
-        totals["alien"] += len(found & deleted - maybe_gone - last)
+        totals["alien"] += len(found & deleted - maybe_gone - maybe_back - last)
         totals["bad"] += len(answer["bad"]) + (answer["free_and_held"] != answer["slots"])
         totals["acknowledged"] += len(last)
         totals["leftovers"] += len(answer["leftovers"])
