@@ -11,7 +11,9 @@ import logging
 import mmap
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -21,12 +23,13 @@ from .slab import SlabDamagedError, StoreFile
 from .vectors import PREADV, PWRITEV, Iov, Run, RunPlan, vector_io
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from .engine import PageBatch
 
 _LOG = logging.getLogger(__name__)
 _FILES_AT_ONCE = 8
+_ALONE_S = 1.0  # how long no thread is asked for after one could not be started
 _REASONS = {
     errno.ENOSPC: "disk_full",
     errno.EDQUOT: "disk_full",
@@ -61,6 +64,7 @@ class PosixEngine:
         self._direct = direct
         self._threads = max(1, threads or default_threads())
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="hct-io")
+        self._alone_until = 0.0
         self._bounce = threading.local()
         self._pad = mmap.mmap(-1, 4096)
         self._pad_address = ctypes.addressof(ctypes.c_char.from_buffer(self._pad))
@@ -89,16 +93,27 @@ class PosixEngine:
         move = _Move(self, batch, verdicts, write=write)
         for runs in move.plan.groups(self._threads, _FILES_AT_ONCE):
             with ExitStack() as opened:
-                work = iter(move.open(runs, opened))
-                helpers = min(self._threads, len(runs)) - 1
-                futures = [self._pool.submit(move.work, work) for _ in range(helpers)]
+                shared = _Shared(move.work, move.open(runs, opened))
                 try:
-                    move.work(work)
+                    self._ask_for_help(shared, min(self._threads, len(runs)) - 1)
+                    move.work(shared.runs)
                 finally:
-                    wait(futures)  # whatever happened, nobody touches the memory any more
-                for future in futures:
-                    future.result()
+                    shared.end()  # whatever happened, nobody touches the memory any more
+                if shared.failure is not None:
+                    raise shared.failure
         return verdicts
+
+    def _ask_for_help(self, shared: _Shared, helpers: int) -> None:
+        """Let other threads take part; where none can be started the caller does the work alone."""
+        if helpers and time.monotonic() < self._alone_until:
+            return
+        try:
+            for _ in range(helpers):
+                self._pool.submit(shared.help)  # which is queued even where this raises
+        except Exception as error:  # noqa: BLE001 - RuntimeError, MemoryError: the work goes on without
+            if not self._alone_until:
+                _LOG.warning("no I/O thread can be started (%s): going on with fewer.", error)
+            self._alone_until = time.monotonic() + _ALONE_S
 
     def fall_back(self, directory: object) -> None:
         """Go on without O_DIRECT, saying so once."""
@@ -118,6 +133,53 @@ class PosixEngine:
             buffer = mmap.mmap(-1, nbytes)
             self._bounce.buffer = buffer
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+class _Shared:
+    """Runs that several threads move, and who is at it.
+
+    A helper that comes late, after `end`, does nothing: the memory and the descriptors are not its any more.
+    """
+
+    def __init__(
+        self, work: Callable[[Iterator[tuple[int, Run]]], None], runs: Sequence[tuple[int, Run]]
+    ) -> None:
+        self.runs = iter(runs)
+        self.failure: BaseException | None = None
+        self._work: Callable[[Iterator[tuple[int, Run]]], None] | None = work
+        self._changed = threading.Condition(threading.Lock())
+        self._busy = 0
+
+    def help(self) -> None:
+        """Move runs until there are no more."""
+        with self._changed:
+            work = self._work
+            if work is None:
+                return
+            self._busy += 1
+        try:
+            work(self.runs)
+        except BaseException as failure:  # noqa: BLE001 - the caller raises it
+            self.failure = failure
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let nobody take another run, and wait for those under way, however often that is interrupted."""
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._work = None
+                    deque(self.runs, 0)
+                    self._changed.wait_for(lambda: not self._busy)
+                break
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
 
 class _Move:
