@@ -7,7 +7,6 @@ one that fell behind by more than half a ring, scans the slot tables instead. `s
 
 from __future__ import annotations
 
-import mmap
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -21,14 +20,26 @@ if TYPE_CHECKING:
 
 _MAGIC = b"HCTJRNL1"
 _RING = 1 << 16
-_NBYTES = 4096 + 4 * _RING
+_RING_AT = 4096
+_NBYTES = _RING_AT + 4 * _RING
 _BEHIND = _RING // 2  # readers further behind than this scan instead
 
 
 class Journal:
-    """Memory-mapped ring of slot numbers, one writer and any number of readers.
+    """Ring of slot numbers, one writer and any number of readers.
 
-    Its file is looked at before the map is touched: a file that was cut would be fatal.
+    Read and written by calls, not through a map: another program that cuts the file costs a hint, no process.
+
+    Parameters
+    ----------
+    path : Path
+    writable : bool
+        Make the file where there is none.
+
+    Raises
+    ------
+    OSError
+        Where it cannot be opened, or is no journal.
     """
 
     def __init__(self, path: Path, *, writable: bool) -> None:
@@ -39,14 +50,10 @@ class Journal:
                 self._make()
             if not self._whole() or os.pread(self._fd, 8, 0) != _MAGIC:
                 raise OSError(f"{path} is not a journal of this version")  # noqa: TRY301
-            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-            self._map = mmap.mmap(self._fd, _NBYTES, access=access)
+            self._cursor = self._count()
         except BaseException:
             os.close(self._fd)
             raise
-        self._words = np.frombuffer(self._map, np.uint64, count=2)
-        self._ring = np.frombuffer(self._map, np.uint32, offset=4096)
-        self._cursor = int(self._words[1])
 
     def _whole(self) -> bool:
         return os.fstat(self._fd).st_size == _NBYTES
@@ -56,27 +63,50 @@ class Journal:
         os.ftruncate(self._fd, _NBYTES)
         os.pwrite(self._fd, _MAGIC, 0)
 
+    def _count(self) -> int:
+        return int.from_bytes(self._read(8, 8), "little")
+
+    def _read(self, nbytes: int, at: int) -> bytes:
+        raw = os.pread(self._fd, nbytes, at)
+        if len(raw) != nbytes:
+            raise OSError("the journal was cut")
+        return raw
+
+    # -- the writer's side: a hint that cannot be written is no fault ------------------------------------
+
     def append(self, slots: NDArray[np.int64]) -> None:
         """Tell that these slots changed."""
-        if len(slots) > _BEHIND or not self._whole():
+        try:
+            told = len(slots) <= _BEHIND and self._whole() and self._fill(slots.astype("<u4").tobytes())
+        except OSError:
+            told = False
+        if told:
+            self._count_on(len(slots))
+        else:
             self.invalidate()
-            return
+
+    def _fill(self, raw: bytes) -> bool:
         # The writer counts for itself: what the file says may be garbage by now.
-        self._ring[(self._cursor % _RING + np.arange(len(slots))) % _RING] = slots
-        self._count_on(len(slots))
+        at = 4 * (self._cursor % _RING)
+        fits = 4 * _RING - at
+        done = os.pwrite(self._fd, raw[:fits], _RING_AT + at)
+        if len(raw) > fits:
+            done += os.pwrite(self._fd, raw[fits:], _RING_AT)
+        return done == len(raw)
 
     def _count_on(self, count: int) -> None:
         self._cursor = (self._cursor + count) % (1 << 64)
-        self._words[1] = self._cursor
+        with suppress(OSError):
+            os.pwrite(self._fd, self._cursor.to_bytes(8, "little"), 8)
 
     def invalidate(self) -> None:
         """Make every reader scan the tables."""
-        if not self._whole():
-            with suppress(OSError):  # a hint; readers scan without it
-                self._make()
+        with suppress(OSError):
             if not self._whole():
-                return
+                self._make()
         self._count_on(_RING + 1)
+
+    # -- the reader's side -------------------------------------------------------------------------------
 
     def changes(self) -> NDArray[np.int64] | None:
         """Return slots changed since the last call, each once; None where only a scan can tell.
@@ -84,23 +114,27 @@ class Journal:
         Raises
         ------
         OSError
-            Where the file was cut.
+            Where the file was cut, or is not the one that a writer would open any more.
         """
-        if not self._whole():
-            raise OSError("the journal was cut")
-        head = int(self._words[1])
+        stat = os.fstat(self._fd)
+        if stat.st_size != _NBYTES or not stat.st_nlink:
+            raise OSError("the journal was cut or replaced")
+        head = self._count()
         count = (head - self._cursor) % (1 << 64)
         if count == 0:
             return np.empty(0, np.int64)
-        at = (self._cursor % _RING + np.arange(min(count, _BEHIND))) % _RING
-        slots = self._ring[at]
+        lost = count > _BEHIND
+        raw = b"" if lost else self._ring(self._cursor % _RING, count)
         # The writer fills the ring before it counts, at most `_BEHIND` slots at once.
-        lost = count > _BEHIND or (int(self._words[1]) - self._cursor) % (1 << 64) > _BEHIND
+        lost = lost or (self._count() - self._cursor) % (1 << 64) > _BEHIND
         self._cursor = head
-        return None if lost else np.unique(slots).astype(np.int64)
+        return None if lost else np.unique(np.frombuffer(raw, "<u4")).astype(np.int64)
+
+    def _ring(self, first: int, count: int) -> bytes:
+        before_end = min(count, _RING - first)
+        raw = self._read(4 * before_end, _RING_AT + 4 * first)
+        return raw + self._read(4 * (count - before_end), _RING_AT) if count > before_end else raw
 
     def close(self) -> None:
-        """Unmap."""
-        del self._words, self._ring
-        self._map.close()
+        """Close the file."""
         os.close(self._fd)
