@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,10 +33,13 @@ _CONSTANT = slice(GENERATION_WORD + 1, SEQUENCE_WORD + 1)  # words that tell one
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     from .core import StoreCore
+
+    _Place: TypeAlias = tuple[Partition, NDArray[np.int64], NDArray[np.int64]]  # rows of a request, slots
 
 
 @dataclass(slots=True)
@@ -49,12 +52,15 @@ class Request:
     addresses : uint64 [n, F]
     nbytes : uint64 [F]
     status : list of PageStatus
+    missed : list of int
+        Rows that were not loaded from where they were looked for; some may have been since.
     """
 
     keys: list[bytes]
     addresses: NDArray[np.uint64]
     nbytes: NDArray[np.uint64]
     status: list[PageStatus]
+    missed: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -92,21 +98,48 @@ class Getter:
     ) -> list[PageStatus]:
         """Read pages to memory; one verdict a page."""
         request = Request(keys, addresses, nbytes, [ABSENT] * len(keys))
-        for partition, rows, slots in self._find(keys):
-            lost: list[tuple[int, bytes]] = []
-            try:
-                self._read_while_slabs_go(partition, rows, slots, request, lost)
-            finally:
-                if isinstance(partition, WriterPartition):
-                    with self._core.lock:
-                        partition.release(slots)
-            if lost:
-                with self._core.lock:
-                    self._core.lose(partition, lost)
+        found = self._find(keys)
+        self._read_all(found, request)
+        if request.missed:
+            self._try_other_places(found, request)
         self._core.count("get", request.status)
         return request.status
 
-    def _find(self, keys: list[bytes]) -> list[tuple[Partition, NDArray[np.int64], NDArray[np.int64]]]:
+    def _read_all(self, found: list[_Place], request: Request) -> None:
+        """Read pages where they were found, unpin this process's own, drop those that are damaged."""
+        damaged: list[tuple[Partition, list[tuple[int, bytes]]]] = []
+        try:
+            for partition, rows, slots in found:
+                lost: list[tuple[int, bytes]] = []
+                self._read_while_slabs_go(partition, rows, slots, request, lost)
+                if lost:
+                    damaged.append((partition, lost))
+        finally:
+            for partition, _, slots in found:
+                if isinstance(partition, WriterPartition):
+                    with self._core.lock:
+                        partition.release(slots)
+        if damaged:
+            with self._core.lock:
+                for partition, lost in damaged:
+                    self._core.lose(partition, lost)
+
+    def _try_other_places(self, found: list[_Place], request: Request) -> None:
+        """Read pages that were not to be had from the other places that hold them, if any."""
+        tried: set[tuple[int, Partition, int]] = set()
+        for _ in range(_ATTEMPTS):
+            for partition, rows, slots in found:
+                tried.update(
+                    (row, partition, slot) for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)
+                )
+            missed = sorted({row for row in request.missed if not request.status[row]})
+            request.missed.clear()
+            found = self._find_again(request.keys, missed, tried)
+            if not found:
+                return
+            self._read_all(found, request)
+
+    def _find(self, keys: list[bytes]) -> list[_Place]:
         """Look pages up, by partition; those of this process's own are pinned until they are read."""
         core = self._core
         with core.lock:
@@ -120,16 +153,49 @@ class Getter:
                         rows, slots = theirs.setdefault(place[0], ([], []))
                         rows.append(row)
                         slots.append(place[1])
-            found: list[tuple[Partition, NDArray[np.int64], NDArray[np.int64]]] = [
-                (partition, np.array(rows, np.int64), np.array(slots, np.int64))
-                for partition, (rows, slots) in theirs.items()
-            ]
             mine = [row for row, slot in enumerate(own) if slot is not None]
-            if core.writer is not None and mine:
-                slots_of = np.array([slot for slot in own if slot is not None], np.int64)
-                np.add.at(core.writer.pins, slots_of, 1)
-                core.touch(slots_of)
-                found.append((core.writer, np.array(mine, np.int64), slots_of))
+            return self._places(theirs, mine, [slot for slot in own if slot is not None])
+
+    def _find_again(
+        self, keys: list[bytes], missed: list[int], tried: set[tuple[int, Partition, int]]
+    ) -> list[_Place]:
+        """Look pages up at places that were not tried; as `_find`."""
+        core = self._core
+        mine: list[int] = []
+        own: list[int] = []
+        theirs: dict[ReaderPartition, tuple[list[int], list[int]]] = {}
+        with core.lock:
+            for row in missed:
+                slot = core.index.get(keys[row])
+                if slot is not None and core.writer is not None and (row, core.writer, slot) not in tried:
+                    mine.append(row)
+                    own.append(slot)
+                    continue
+                for partition, at in core.foreign.places(keys[row]):
+                    if (row, partition, at) not in tried:
+                        rows, slots = theirs.setdefault(partition, ([], []))
+                        rows.append(row)
+                        slots.append(at)
+                        break
+            return self._places(theirs, mine, own)
+
+    def _places(
+        self,
+        theirs: dict[ReaderPartition, tuple[list[int], list[int]]],
+        mine: list[int],
+        own: list[int],
+    ) -> list[_Place]:
+        """Pin this process's own pages (rows `mine`, slots `own`). The lock must be held."""
+        core = self._core
+        found: list[_Place] = [
+            (partition, np.array(rows, np.int64), np.array(slots, np.int64))
+            for partition, (rows, slots) in theirs.items()
+        ]
+        if core.writer is not None and mine:
+            slots_of = np.array(own, np.int64)
+            core.touch(slots_of)
+            found.append((core.writer, np.array(mine, np.int64), slots_of))
+            np.add.at(core.writer.pins, slots_of, 1)
         return found
 
     def _read_while_slabs_go(
@@ -148,6 +214,7 @@ class Getter:
             except SlabDamagedError:
                 continue
             return
+        request.missed += rows.tolist()
         for row in rows.tolist():
             request.status[row] = CHANGED
 
@@ -191,13 +258,28 @@ class Getter:
         damage = partition.tables.damaged(slots)
         if not damage:
             return np.ones(len(slots), np.bool_)
+        self._drop_slabs(partition, damage, rows, slots, request)
+        return ~np.isin(slots // partition.facts.shape.slots, list(damage))
+
+    def _drop_slabs(
+        self,
+        partition: Partition,
+        damage: dict[int, str],
+        rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        request: Request,
+    ) -> None:
+        """Drop slabs whose files are not what they were; the pages in them are misses."""
+        verdicts = {slab: failed(f"damaged: {why}") for slab, why in damage.items()}
+        if isinstance(partition, ReaderPartition):
+            verdicts |= dict.fromkeys(filter(partition.given_up, damage), CHANGED)
         slabs = slots // partition.facts.shape.slots
         for row, slab in zip(rows.tolist(), slabs.tolist(), strict=True):
             if slab in damage:
-                request.status[row] = failed(f"damaged: {damage[slab]}")
+                request.status[row] = verdicts[slab]
+                request.missed.append(row)
         with self._core.lock:
             self._core.drop_slabs(partition, damage)
-        return ~np.isin(slabs, list(damage))
 
     def _records(self, partition: Partition, slots: NDArray[np.int64]) -> Words:
         """Copy records at a moment when none of them is being published, as far as that can be had."""
@@ -221,7 +303,9 @@ class Getter:
         good &= records["key_nbytes"] == [len(key) for key in wanted]
         if good.all():
             return found
-        for row in found.rows[~good].tolist():
+        bad = found.rows[~good].tolist()
+        request.missed += bad
+        for row in bad:
             request.status[row] = CHANGED
         if isinstance(found.partition, WriterPartition):
             # Nobody else may change our records.
@@ -264,8 +348,6 @@ class Getter:
         for i, (row, slot, unchanged) in enumerate(zip(rows, slots, same.tolist(), strict=True)):
             if reasons[i]:
                 status[row] = failed(reasons[i])
-                if reasons[i].startswith("damaged"):
-                    lost.append((slot, request.keys[row]))
             elif not unchanged:
                 status[row] = CHANGED
             elif i in wrong:
@@ -273,8 +355,24 @@ class Getter:
                 lost.append((slot, request.keys[row]))
             else:
                 status[row] = LOADED
+        request.missed += [row for row in rows if not status[row]]
         if lost and isinstance(partition, ReaderPartition):
             partition.report(f"{len(lost)} damaged pages")
+        if any(reasons):
+            self._distrust(found, reasons, request, lost)
+
+    def _distrust(
+        self, found: _Found, reasons: list[str], request: Request, lost: list[tuple[int, bytes]]
+    ) -> None:
+        """Drop what an engine could not read because a slab is not the file that it was."""
+        rows, slots = found.rows.tolist(), found.slots.tolist()
+        bad = [i for i, reason in enumerate(reasons) if reason.startswith("damaged")]
+        if isinstance(found.partition, WriterPartition):  # which looks again before it drops anything
+            lost += [(slots[i], request.keys[rows[i]]) for i in bad]
+        elif bad:
+            size = found.partition.facts.shape.slots
+            damage = {slots[i] // size: reasons[i].partition(": ")[2] for i in bad}
+            self._drop_slabs(found.partition, damage, found.rows, found.slots, request)
 
     def _unchanged(self, found: _Found) -> NDArray[np.bool_]:
         """Tell which records are still those of before the read."""

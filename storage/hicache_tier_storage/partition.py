@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from hicache_tier.geometry import KVGeometry
 
 from .journal import Journal
 from .metadata import read_attributes
-from .record import COMMITTED, Words, as_records, committed, keys_of
+from .record import COMMITTED, GENERATION_WORD, Words, as_records, committed, keys_of
 from .slab import FileCache, SlabDamagedError, SlabShape, StoreFile
 from .state import STATE_NBYTES, StateBlock
 from .table import MappedTable, SlotTables, table_nbytes
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LOG = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 0.1  # at a slab that cannot be read
+_GRACE_S = 0.5  # what its writer is at with a slab is over by then
+_LOOK_LATER_S = 1.0  # at one that was reported
+_LOOKS = 4
+_LOOK_S = 0.001  # at a table whose slab is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +186,21 @@ class Partition:
         )
         slab_path = self.paths.slab(number, self.facts.page_axes)
         slab = StoreFile(slab_path, shape.file_nbytes, self._cache, writable=self.writable)
+        mapped = MappedTable(table)  # first: a slab that is removed and made anew meanwhile outlives no table
         try:
             with slab.open(direct=False) as fd:
                 self._check_tail(fd, slab)
-            self.tables.tables[number] = MappedTable(table)
         except BaseException as error:
+            mapped.close()
             slab.forget()  # or a later slab of this name would be read through this one's descriptor
             if isinstance(error, OSError) and error.errno in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
                 raise SlabDamagedError(f"{slab_path.name} is no plain file") from error
             raise
+        self.tables.tables[number] = mapped
         extra = (number + 1) * shape.slots - len(self.trusted)
         if extra > 0:
             self.trusted = np.concatenate([self.trusted, np.zeros(extra, np.uint64)])
+        self.trusted[number * shape.slots : (number + 1) * shape.slots] = 0
         self.slabs[number] = slab
 
     def _check_tail(self, fd: int, slab: StoreFile) -> None:
@@ -248,6 +257,15 @@ class Partition:
         self.tables.close()
 
 
+@dataclass(slots=True)
+class _Trouble:
+    """A slab that cannot be read: since when, when to look again, and why if it is mapped all the same."""
+
+    since: float
+    due: float
+    why: str = ""
+
+
 class ReaderPartition(Partition):
     """Another writer's partition, followed through its journal.
 
@@ -256,26 +274,37 @@ class ReaderPartition(Partition):
     suspect : bool
         Every page is verified on read: a writer under another boot of this host, or on another host, did not
         close the partition, or the state block does not tell.
+    held : dict
+        Key of each slot that was told to hold a page.
     """
 
     def __init__(
         self, paths: PartitionPaths, cache: FileCache, *, boot: bytes, expected: KVGeometry | None = None
     ) -> None:
+        self._made = _made(paths)
         facts = PartitionFacts.read(paths)
         if expected is not None and facts.geometry != expected:
             raise StoreError(f"{paths.root}: the partition holds another geometry.")
         super().__init__(paths, facts, cache, writable=False)
-        self.held: dict[int, bytes] = {}  # slot -> key
+        self.held: dict[int, bytes] = {}
         state = self.read_state()
         self.suspect = state is None or (not state.clean and state.boot_id != boot)
         self._journal: Journal | None = None
+        self._behind = True  # what the journal told was not all looked at
         self._torn: set[int] = set()
         self._scanned: dict[int, NDArray[np.uint64]] = {}
+        self._troubles: dict[int, _Trouble] = {}
+        self._short_of_files = False
 
     @property
     def followed(self) -> bool:
         """Whether a journal tells what changes, so that looking is cheap."""
         return self._journal is not None
+
+    def replaced(self) -> bool:
+        """Whether the partition was removed, or made anew, since it was opened."""
+        lock, group = _made(self.paths)
+        return lock is None or lock != self._made[0] or group not in {None, self._made[1]}
 
     def read_state(self) -> StateBlock | None:
         """Return the state block, or None where it is unreadable."""
@@ -288,29 +317,39 @@ class ReaderPartition(Partition):
             return None
 
     def changes(self) -> Iterator[Pages | NDArray[np.int64]]:
-        """Yield what changed: `Pages` now held, and slot numbers that hold nothing any more."""
+        """Yield what changed: `Pages` now held, and slot numbers that hold nothing any more.
+
+        Whatever raises on the way (no descriptor is left, say), the next call looks at everything.
+        """
+        slots = self._told()
+        behind, self._behind = self._behind, True
+        if behind or slots is None:
+            yield from self._scan(everything=behind or self._journal is not None)
+        else:
+            if self._torn:
+                slots = np.union1d(slots, np.array(sorted(self._torn), np.int64))
+                self._torn.clear()
+            yield from self._reread(slots)
+            now = time.monotonic()
+            for number in [number for number, trouble in self._troubles.items() if trouble.due <= now]:
+                yield from self._look_at(number, everything=True)
+        self._behind = False
+
+    def _told(self) -> NDArray[np.int64] | None:
+        """Return the slots that the journal tells of; None where there is none or it cannot tell."""
         if self._journal is None:
             try:
                 self._journal = Journal(self.paths.journal, writable=False)
             except OSError:
-                yield from self._scan(everything=False)
-                return
-            yield from self._scan(everything=True)
-            return
+                return None
+            self._behind = True
+            return None
         try:
-            slots = self._journal.changes()
+            return self._journal.changes()
         except OSError:  # cut; its writer makes it whole when it next speaks
             self._let_go_of_journal()
-            yield from self._scan(everything=True)
-            return
-        if slots is None:
-            yield from self._scan(everything=True)
-            return
-        if self._torn:
-            slots = np.union1d(slots, np.array(sorted(self._torn), np.int64))
-            self._torn.clear()
-        if len(slots):
-            yield from self._reread(slots)
+            self._behind = True
+            return None
 
     def _look_again_at(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> None:
         """Remember slots whose records were being published: a new access time is not in the journal."""
@@ -319,40 +358,41 @@ class ReaderPartition(Partition):
 
     def _scan(self, *, everything: bool) -> Iterator[Pages | NDArray[np.int64]]:
         present = self.paths.slab_numbers()
-        for number in [number for number in self.slabs if number not in present]:
+        for number in set(self.slabs).difference(present):
             yield self.lose_slab(number)
         for number in present:
-            if number not in self.slabs and not self._try_map(number):
-                continue
+            yield from self._look_at(number, everything=everything)
+
+    def _look_at(self, number: int, *, everything: bool) -> Iterator[Pages | NDArray[np.int64]]:
+        """List a slab, mapping it where need be; without `everything` only where a generation changed."""
+        if number in self.slabs:
             try:
                 self.tables.tables[number].check()
-            except SlabDamagedError as error:
-                self.report(str(error))
+            except SlabDamagedError:  # cut or replaced, or given up, and made anew perhaps
                 yield self.lose_slab(number)
-                continue
-            generations = self.tables.tables[number].words[:, 1].copy()
-            if not everything and np.array_equal(generations, self._scanned.get(number, ())):
-                continue
-            self._scanned[number] = generations
-            words: Words = self.tables.tables[number].words.copy()
-            pages = self.pages_of(number, words)
-            first = number * self.facts.shape.slots
-            self._look_again_at(np.arange(first, first + len(words)), as_records(words))
-            gone = np.array(
-                [s for s in range(first, first + self.facts.shape.slots) if s in self.held], np.int64
-            )
-            yield np.setdiff1d(gone, pages.slots)
-            yield pages
+        if number not in self.slabs:
+            if not self._try_map(number):
+                return
+        elif number in self._troubles:
+            self._complain(number, SlabDamagedError(self._troubles[number].why))
+            return
+        generations = self.tables.tables[number].words[:, GENERATION_WORD].copy()
+        if not everything and np.array_equal(generations, self._scanned.get(number, ())):
+            return
+        self._scanned[number] = generations
+        words: Words = self.tables.tables[number].words.copy()
+        pages = self.pages_of(number, words)
+        slots = np.arange(len(words)) + number * self.facts.shape.slots
+        self._look_again_at(slots, as_records(words))
+        yield np.setdiff1d(self._held_in(number), pages.slots)
+        yield pages
 
     def _reread(self, slots: NDArray[np.int64]) -> Iterator[Pages | NDArray[np.int64]]:
         shift = self.facts.shape.slots
         for number in self.tables.slabs_of(slots):
             mine = slots[slots // shift == number]
-            if number not in self.slabs and not self._try_map(number):
-                yield mine
-                continue
-            if self.tables.damaged(mine):
-                yield self.lose_slab(number)
+            if number in self._troubles or self.tables.damaged(mine):
+                yield from self._look_at(number, everything=True)
                 continue
             records = as_records(self.tables.gather(mine))
             good = committed(records, self.facts.shape.page_nbytes)
@@ -361,21 +401,91 @@ class ReaderPartition(Partition):
             kept = records[good]
             yield Pages(mine[good], kept, keys_of(kept))
 
+    def _held_in(self, number: int) -> NDArray[np.int64]:
+        first = number * self.facts.shape.slots
+        return np.array([s for s in range(first, first + self.facts.shape.slots) if s in self.held], np.int64)
+
     def _try_map(self, number: int) -> bool:
         try:
             self.map_slab(number)
         except (SlabDamagedError, OSError) as error:
-            if self.paths.table(number).exists():
-                self.report(str(error))
+            self._complain(number, error)
             return False
+        self._troubles.pop(number, None)
         return True
+
+    def _complain(self, number: int, error: Exception) -> None:
+        """Remember a slab that cannot be read, to look again; say so where that lasts.
+
+        Its writer may be giving it up, or making it: then there is no table any more, or no page in it yet.
+        """
+        if not self.paths.table(number).exists():
+            self._troubles.pop(number, None)
+            return
+        now = time.monotonic()
+        trouble = self._troubles.setdefault(number, _Trouble(now, now))
+        trouble.due = now + _LOOK_AGAIN_S
+        if now - trouble.since < _GRACE_S or self._being_made(number):
+            return
+        trouble.due = now + _LOOK_LATER_S
+        if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
+            if not self._short_of_files:
+                self._short_of_files = True
+                _LOG.warning(
+                    "%s: %s: pages are missed until there are files to be had", self.paths.root, error
+                )
+            return
+        self.report(str(error))
+
+    def _being_made(self, number: int) -> bool:
+        """Whether there is a table without a slab, and no page was ever in it."""
+        if self.paths.slab(number, self.facts.page_axes).exists():
+            return False
+        try:
+            return not any(self.paths.table(number).read_bytes())
+        except OSError:
+            return True
+
+    def doubt(self, number: int, why: str) -> NDArray[np.int64]:
+        """Stop serving a slab whose files turned out not to be what they were; return the slots to forget.
+
+        Whether it is damaged, or given up by its writer, or made anew, the next calls of `changes` find out.
+        """
+        now = time.monotonic()
+        held = self._held_in(number)
+        if self.tables.damaged(np.array([number * self.facts.shape.slots], np.int64)):
+            self.lose_slab(number)
+        self._scanned.pop(number, None)
+        # A table that is still in its place stays mapped: a slab made anew has a new one.
+        self._troubles.setdefault(number, _Trouble(now, now, why))
+        return held
+
+    def given_up(self, number: int) -> bool:
+        """Whether a slab's table is gone, or another than was mapped, as where its writer let go of it.
+
+        A writer takes the slab away before the table, so a slab that alone is missing is given a moment.
+        """
+        for _ in range(_LOOKS):
+            table = self.tables.tables.get(number)
+            try:
+                stat = self.paths.table(number).stat()
+            except FileNotFoundError:
+                return True
+            except OSError:
+                return False
+            if table is None or (stat.st_dev, stat.st_ino) != table.file.identity:
+                return True
+            if self.paths.slab(number, self.facts.page_axes).exists():
+                return False
+            time.sleep(_LOOK_S)
+        return False
 
     def lose_slab(self, number: int) -> NDArray[np.int64]:
         """Unmap a slab; return the slots that held pages."""
         self.unmap_slab(number)
         self._scanned.pop(number, None)
-        first = number * self.facts.shape.slots
-        return np.array([s for s in range(first, first + self.facts.shape.slots) if s in self.held], np.int64)
+        self._troubles.pop(number, None)
+        return self._held_in(number)
 
     def close(self) -> None:
         """Unmap everything."""
@@ -386,3 +496,16 @@ class ReaderPartition(Partition):
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+
+
+def _made(paths: PartitionPaths) -> tuple[tuple[int, int, int] | None, ...]:
+    """Return what tells the writer lock and the partition's group from files of the same name made later."""
+    found: list[tuple[int, int, int] | None] = []
+    for path in (paths.lock, paths.root / "zarr.json"):
+        try:
+            stat = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            found.append(None)
+        else:
+            found.append((stat.st_dev, stat.st_ino, stat.st_ctime_ns))  # an inode's number is used again
+    return tuple(found)
