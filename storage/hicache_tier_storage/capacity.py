@@ -65,8 +65,8 @@ def _directories(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
-    """Files that go together, in the order in which they are removed: a slab and its table, or a leftover."""
+class Use:
+    """Files of a partition that go together, first to last: a slab and its table, or a leftover."""
 
     paths: PartitionPaths
     files: tuple[Path, ...]
@@ -78,18 +78,18 @@ class _Use:
         return _LEFTOVER if self.table is None else _newest_access(self.table)
 
 
-def _uses(paths: PartitionPaths) -> list[_Use]:
+def uses_of(paths: PartitionPaths) -> list[Use]:
     """Plain files of a partition that have the exact names of slabs and tables, finished or not.
 
     What a writer that was killed while it grew has left is among them. Anything else is foreign.
     """
     slabs = _plain_files(paths.pages, _SLAB_NAME)
     axes = _page_axes(paths) or _commonest(len(match[2]) // 2 for match, _ in slabs)
-    found: list[_Use] = []
+    found: list[Use] = []
     tables: dict[int, tuple[Path, int]] = {}
     for match, nbytes in _plain_files(paths.slots, _TABLE_NAME):
         if match[2]:
-            found.append(_Use(paths, (paths.slots / match[0],), nbytes, None))
+            found.append(Use(paths, (paths.slots / match[0],), nbytes, None))
         else:
             tables[int(match[1])] = (paths.slots / match[0], nbytes)
     for match, nbytes in slabs:
@@ -98,10 +98,10 @@ def _uses(paths: PartitionPaths) -> list[_Use]:
             continue
         table = None if match[3] else tables.pop(int(match[1]), None)
         if table is None:
-            found.append(_Use(paths, (slab,), nbytes, None))
+            found.append(Use(paths, (slab,), nbytes, None))
         else:
-            found.append(_Use(paths, (slab, table[0]), nbytes + table[1], table[0]))
-    return found + [_Use(paths, (table,), nbytes, None) for table, nbytes in tables.values()]
+            found.append(Use(paths, (slab, table[0]), nbytes + table[1], table[0]))
+    return found + [Use(paths, (table,), nbytes, None) for table, nbytes in tables.values()]
 
 
 def _plain_files(folder: Path, name: re.Pattern[str]) -> list[tuple[re.Match[str], int]]:
@@ -173,8 +173,8 @@ class RootBudget:
     def reclaim(self, own: PartitionPaths, nbytes: int) -> int:
         """Remove coldest slabs of partitions that no live writer holds, of `nbytes` in all if there are.
 
-        What killed writers left unfinished goes first, all of it. What cannot be removed is named in the log and passed
-        over. The lock must be held.
+        What killed writers left unfinished goes first, all of it. What cannot be removed is named in the log
+        and passed over. The lock must be held.
 
         Returns
         -------
@@ -182,7 +182,9 @@ class RootBudget:
             Bytes removed.
         """
         dead = [paths for paths in partition_paths(self.root) if paths != own and _is_dead(paths)]
-        uses = [(use.heat(), at, use) for at, use in enumerate(use for paths in dead for use in _uses(paths))]
+        uses = [
+            (use.heat(), at, use) for at, use in enumerate(use for paths in dead for use in uses_of(paths))
+        ]
         removed = 0
         for heat, _, use in sorted(uses):
             if removed >= nbytes and heat != _LEFTOVER:
@@ -258,7 +260,7 @@ class RootBudget:
 
 
 def _total(paths: PartitionPaths) -> int:
-    return sum(use.nbytes for use in _uses(paths))
+    return sum(use.nbytes for use in uses_of(paths))
 
 
 def _asks(paths: PartitionPaths, now_ns: int) -> bool:

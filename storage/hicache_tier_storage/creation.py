@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hicache_tier.errors import FormatVersionError, NotAStoreError, StoreError
 
-from .capacity import settle_demand
+from .capacity import settle_demand, uses_of
 from .identity import FORMAT_NAME, FORMAT_VERSION
 from .locks import let_go, open_lock, try_lock
 from .metadata import (
@@ -174,19 +174,17 @@ def _remove_leftovers(paths: PartitionPaths) -> None:
     """Remove what interrupted writes left."""
     for folder in (paths.root, paths.pages, paths.slots, paths.state.parent):
         for leftover in folder.glob("*.tmp"):
-            if _OWN_FILE.fullmatch(leftover.stem):
+            if _OWN_FILE.fullmatch(leftover.stem) and (leftover.is_symlink() or not leftover.is_dir()):
                 leftover.unlink()
 
 
 def _wipe(paths: PartitionPaths) -> None:
     """Remove what makes a partition: its group first, then slabs and tables. Foreign files stay."""
-    with suppress(FileNotFoundError):
-        (paths.root / "zarr.json").unlink()
-    for number in paths.slab_numbers():
-        for slab in paths.pages.glob(f"c.{number}.*"):
-            if _OWN_FILE.fullmatch(slab.name):
-                slab.unlink()
-        paths.table(number).unlink()
+    uses = uses_of(paths)
+    (paths.root / "zarr.json").unlink(missing_ok=True)
+    for use in uses:
+        for path in use.files:
+            path.unlink(missing_ok=True)
 
 
 def write_documents(paths: PartitionPaths, facts: PartitionFacts, layout: Layout, capacity: int) -> None:

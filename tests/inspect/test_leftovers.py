@@ -20,7 +20,8 @@ def test_only_the_stores_own_leftovers_go(stored, tools):
     with tools.open_store(stored.root) as store:
         assert store.match_prefix(stored.keys) == tools.count
     assert not any(path.exists() for path in own)
-    (stored.partition / "zarr.json").write_text("{}")  # a partition that cannot be used is made anew
+    (stored.partition / "zarr.json").write_text("{}")
+    (stored.partition / "state" / "c.0").write_text("{}")  # a partition that nothing describes is made anew
     with tools.open_store(stored.root) as store:
         assert store.match_prefix(stored.keys) == 0
     assert all(path.exists() for path in foreign)

@@ -263,6 +263,8 @@ def test_a_directory_in_the_place_of_the_next_slab_costs_that_number(shop, keys)
     paths.slots.joinpath("c.2.0").mkdir()
     assert set(shop.put(store, keys[:60])) == {"stored"}
     assert sorted(writer_of(store).slabs) == [3, 4, 5, 6]
+    store.close()
+    assert shop.open().stats()["pages"] == 60
 
 
 def test_temporary_files_are_not_written_through_links(shop, keys, memory_path):
