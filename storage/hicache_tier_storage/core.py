@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from .engine import ByteEngine
     from .foreign import ForeignPages
+    from .putter import Claim
     from .status import PageStatus
 
 _LOG = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ class StoreCore:
     ----------
     index : dict
         Key to slot in this process's partition. Lookups need no lock.
-    writing : set
-        Keys that a put of this process is storing now; `written` tells when some are done.
+    writing : dict
+        Keys that a put of this process is storing now, with its claim; `written` tells when some are done.
     closed : str
         Why the store cannot be used any more, or "".
     when_idle : callable, optional
@@ -62,7 +63,7 @@ class StoreCore:
         self.index: dict[bytes, int] = {}
         if writer is not None:
             self.index = {key: slot for slot, key in writer.keys.items()}
-        self.writing: set[bytes] = set()
+        self.writing: dict[bytes, Claim] = {}
         self.counts: Counter[tuple[str, str]] = Counter()
         self.slabs_dropped = 0
         self.closed = ""
@@ -88,19 +89,22 @@ class StoreCore:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Count a call in flight, which `close` waits for."""
-        with self.lock:
-            self.check_open()
-            self._users += 1
+        counted = False
         try:
+            with self.lock:
+                self.check_open()
+                self._users += 1
+                counted = True  # with no call in between, where a signal could raise
             yield
         finally:
-            with self._idle:
-                self._users -= 1
-                if not self._users:
-                    self._idle.notify_all()
-                    if self.when_idle is not None:
-                        self.when_idle()
-                        self.when_idle = None
+            if counted:
+                with self.lock:
+                    self._users -= 1
+                    if not self._users:
+                        self._idle.notify_all()
+                        if self.when_idle is not None:
+                            self.when_idle()
+                            self.when_idle = None
 
     def drain(self, timeout: float) -> int:
         """Wait under the lock for calls in flight; return how many are left after `timeout` seconds."""
@@ -110,13 +114,15 @@ class StoreCore:
     def refresh(self) -> None:
         """Follow other writers, if it is time and nobody else is at it. Takes the lock itself."""
         self.check_open()
-        if self.foreign.due() and self.lock.acquire(blocking=False):
-            try:
-                self.foreign.refresh()
-            except OSError as error:
-                _LOG.warning("%s: other writers' pages cannot be followed: %s", self.root, error)
-            finally:
-                self.lock.release()
+        if not self.foreign.due() or self.lock.locked():
+            return
+        with self.lock:
+            self.check_open()  # or what a `close` let go of meanwhile would be mapped again
+            if self.foreign.due():
+                try:
+                    self.foreign.refresh()
+                except OSError as error:
+                    _LOG.warning("%s: other writers' pages cannot be followed: %s", self.root, error)
 
     def touch(self, slots: NDArray[np.int64]) -> None:
         """Make pages of this process's partition recent: the first of the chain most."""

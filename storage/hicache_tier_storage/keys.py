@@ -29,7 +29,10 @@ def normalise_key(key: object) -> bytes:
         except ValueError as error:
             raise InvalidArgumentError(f"a text key must be hex digits, got {key[:80]!r}.") from error
     elif isinstance(key, bytes | bytearray | memoryview):
-        raw = bytes(key)
+        try:
+            raw = bytes(key)
+        except ValueError as error:  # a view that was released
+            raise InvalidArgumentError(f"a key cannot be read: {error}.") from error
     else:
         raise InvalidArgumentError(f"a key must be bytes or hex text, got {type(key).__name__}.")
     if not raw:

@@ -251,6 +251,7 @@ def open_store(
             verify_always=verify == "always",
             verify_foreign=is_network(path),
             checksums=checksums,
+            owns_engine=isinstance(engine, str),
         )
     except BaseException as error:
         if foreign is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.ma  # np.unique would import it at its first call, when a fork may be under way
 
 from .checksum import page_checksum
 from .engine import PageBatch, moved
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from .core import StoreCore
     from .writer import WriterPartition
+
+_WAIT_S = 30.0  # for another call that stores the same page
+_WAIT_SLICE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -50,6 +54,30 @@ class Offer:
             return self
         keys, parents = [self.keys[i] for i in rows], [self.parents[i] for i in rows]
         return Offer(keys, (), parents, self.addresses[rows], self.nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """What one call has taken for itself, to be let go of however it ends.
+
+    Attributes
+    ----------
+    rows, elsewhere : list of int
+        Rows to store; rows that are being stored now, by another call or by an earlier row of this one.
+    keys : dict
+        Keys that are entered as being written, each with this claim.
+    kept : slot numbers, or None
+        The pages of the batch, and their parents, that are stored already: pinned, so that none of them is
+        evicted for the batch.
+    over : bool
+        Whether the call has ended.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    elsewhere: list[int] = field(default_factory=list)
+    keys: dict[bytes, Claim] = field(default_factory=dict)
+    kept: NDArray[np.int64] | None = None
+    over: bool = False
 
 
 @dataclass(slots=True)
@@ -85,89 +113,120 @@ class Putter:
         """Store what is not stored yet; one verdict a page."""
         core, keys = self._core, offer.keys
         status: list[PageStatus] = [ALREADY_STORED] * len(keys)
-        with core.lock:
-            todo, kept, elsewhere = self._claim(offer)
-            slots = self._allocate(len(todo), kept) if todo else np.empty(0, np.int64)
-            refused, todo = todo[len(slots) :], todo[: len(slots)]
-            core.writing.difference_update([keys[at] for at in refused])
-            verdict = failed(self._writer.no_room)
-            sequence = self._writer.sequence + 1
-            self._writer.sequence += len(slots)
-        for at in refused:
-            status[at] = verdict
-        if todo:
-            chosen = offer.take(todo)
-            try:
-                reasons = self._write(slots, chosen, sequence, pin=pin)
-            except BaseException:
-                with core.lock:
-                    self._writer.give_back(slots.tolist())
-                    self._writer.release(slots)
-                raise
-            finally:
-                with core.lock:
-                    self._writer.release(kept)
-                    core.writing.difference_update(chosen.keys)
-                    core.written.notify_all()
-            for at, reason in zip(todo, reasons, strict=True):
-                status[at] = failed(reason) if reason else STORED
-        if elsewhere:
-            self._await(elsewhere, keys, status)
+        claim = Claim()
+        try:
+            with core.lock:
+                self._claim(offer, claim, pin=pin)
+                slots = self._allocate(len(claim.rows)) if claim.rows else np.empty(0, np.int64)
+                verdict = failed(self._writer.no_room)
+                sequence = self._writer.sequence + 1
+                self._writer.sequence += len(slots)
+            refused, todo = claim.rows[len(slots) :], claim.rows[: len(slots)]
+            for at in refused:
+                status[at] = verdict
+            if todo:
+                self._store(slots, todo, offer, sequence, status, pin=pin)
+        finally:
+            claim.over = True  # whatever interrupts what follows, nobody waits for these pages any more
+            self._let_go(claim)
+        if claim.elsewhere:
+            self._await(claim.elsewhere, keys, status, pin=pin)
         _settle_duplicates(keys, status)
         core.count("put", status)
         return status
 
-    def _claim(self, offer: Offer) -> tuple[list[int], NDArray[np.int64], list[int]]:
-        """Choose the rows that this call stores; what is stored already becomes recent.
+    def _claim(self, offer: Offer, claim: Claim, *, pin: bool) -> None:
+        """Choose the rows that this call stores; what is stored already becomes recent (and pinned).
 
-        Returns
-        -------
-        (todo, kept, elsewhere)
-            Rows to store; slots of the pages of the batch and of their parents that are stored already,
-            pinned so that none of them is evicted for the batch; rows that are being stored now, by another
-            call or by an earlier row of this one.
+        What is taken is written down in `claim` at once, with no call in between: whatever is raised here, a
+        signal's exception too, finds it there.
         """
         core, writer = self._core, self._writer
         own, foreign, writing = core.index, core.foreign.index, core.writing
-        todo: list[int] = []
+        fresh: dict[bytes, Claim] = {}
         known: list[int] = []
-        elsewhere: list[int] = []
         for at, key in enumerate(offer.keys):
             if key in own:
                 known.append(own[key])
-            elif key in writing:
-                elsewhere.append(at)
-            elif key not in foreign:
-                writing.add(key)
-                todo.append(at)
+            elif key in fresh or (key in writing and not writing[key].over):
+                claim.elsewhere.append(at)
+            elif pin or key not in foreign:  # another writer's page cannot be kept: it is stored here as well
+                fresh[key] = claim
+                claim.rows.append(at)
         if known:
-            core.touch(np.array(known, np.int64))
-        if not todo:
-            return todo, np.empty(0, np.int64), elsewhere
+            slots = np.array(known, np.int64)
+            core.touch(slots)
+            if pin:
+                writer.pin_more(slots)
+        if not fresh:
+            return
         known += [own[parent] for parent in offer.parent_keys if parent in own]
         kept = np.unique(np.array(known, np.int64))
+        claim.keys = fresh
+        writing |= fresh
         writer.pins[kept] += 1
-        return todo, kept, elsewhere
+        claim.kept = kept
 
-    def _await(self, rows: list[int], keys: list[bytes], status: list[PageStatus]) -> None:
-        """Wait for other calls that store these pages: what they could not store is not stored."""
+    def _let_go(self, claim: Claim) -> None:
+        """Undo a claim, and tell those who wait for its pages."""
+        if not claim.keys:
+            return
         core = self._core
         with core.lock:
-            core.written.wait_for(lambda: not any(keys[at] in core.writing for at in rows))
+            kept, claim.kept = claim.kept, None
+            if kept is not None:
+                self._writer.release(kept)
+            for key in claim.keys:
+                if core.writing.get(key) is claim:
+                    del core.writing[key]
+            core.written.notify_all()
+
+    def _store(
+        self,
+        slots: NDArray[np.int64],
+        rows: list[int],
+        offer: Offer,
+        sequence: int,
+        status: list[PageStatus],
+        *,
+        pin: bool,
+    ) -> None:
+        """Write rows to the slots allocated for them, and note the verdicts."""
+        try:
+            reasons = self._write(slots, offer.take(rows), sequence, pin=pin)
+        except BaseException:
+            with self._core.lock:
+                self._writer.give_back(slots.tolist())
+                self._writer.release(slots)
+            raise
+        for at, reason in zip(rows, reasons, strict=True):
+            status[at] = failed(reason) if reason else STORED
+
+    def _await(self, rows: list[int], keys: list[bytes], status: list[PageStatus], *, pin: bool) -> None:
+        """Wait for other calls that store these pages: what they have not stored in time is not stored."""
+        core = self._core
+        until_s = time.monotonic() + _WAIT_S
+        with core.lock:
+            while any((claim := core.writing.get(keys[at])) and not claim.over for at in rows):
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                core.written.wait(min(left_s, _WAIT_SLICE_S))
             for at in rows:
                 if keys[at] not in core.index and keys[at] not in core.foreign.index:
                     status[at] = failed("lost_race")
+            if pin:
+                there = [core.index[keys[at]] for at in rows if keys[at] in core.index]
+                self._writer.pin_more(np.array(there, np.int64))
 
-    def _allocate(self, count: int, kept: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Allocate on undamaged slabs; evicted pages leave the index. Without any, `kept` is unpinned."""
+    def _allocate(self, count: int) -> NDArray[np.int64]:
+        """Allocate on undamaged slabs; evicted pages leave the index."""
         core, writer = self._core, self._writer
         while True:
             slots, evicted = writer.allocate(count)
             core.forget(evicted)
             damage = writer.tables.damaged(slots)
             if not damage:
-                if not len(slots):
-                    writer.release(kept)
                 return slots
             bad = np.isin(slots // writer.facts.shape.slots, list(damage))
             writer.give_back(slots[~bad].tolist())

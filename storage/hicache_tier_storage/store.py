@@ -86,6 +86,7 @@ class PageStore:
         verify_always: bool,
         verify_foreign: bool,
         checksums: bool,
+        owns_engine: bool = True,
     ) -> None:
         self.identity = identity
         self.layout = layout
@@ -93,6 +94,7 @@ class PageStore:
         self.root = budget.root
         self._budget = budget
         self._cache = cache
+        self._owns_engine = owns_engine
         self._core = core = StoreCore(
             root=self.root, geometry=self.geometry, engine=engine, writer=writer, foreign=foreign
         )
@@ -123,7 +125,7 @@ class PageStore:
         for key in keys:
             try:
                 there = key in own or key in foreign
-            except TypeError:  # a bytearray, or no key at all
+            except (TypeError, ValueError):  # a bytearray, a view of one, or no key at all
                 there = False
             if not there:
                 name = normalise_key(key)
@@ -332,7 +334,8 @@ class PageStore:
                 core.writer.abandon()
         finally:
             core.foreign.close()
-            core.engine.close()
+            if self._owns_engine:  # one that the caller passed in may serve other stores
+                core.engine.close()
             self._cache.close()
 
     def __enter__(self) -> Self:

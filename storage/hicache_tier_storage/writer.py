@@ -141,8 +141,11 @@ class WriterPartition(Partition):
         self.resize(max((number + 1 for number in self.slabs), default=0) * self.facts.shape.slots)
         self.keys = dict(zip(pages.slots.tolist(), pages.keys, strict=True))
         heads, parents = key_heads(pages.records), pages.records["parent"]
-        self.lru.restore(pages.slots[pages.order], heads[pages.order], parents[pages.order])
-        self._access[pages.slots] = self._used[pages.slots] = pages.records["access_s"]
+        used = _past(pages.records)
+        order = pages.order[np.argsort(used[pages.order], kind="stable")]
+        self.lru.restore(pages.slots[order], heads[order], parents[order])
+        self._access[pages.slots] = pages.records["access_s"]
+        self._used[pages.slots] = used
         self.pinned[pages.slots] = pages.records["flags"] & FLAG_PINNED != 0
         self.suspect[pages.slots] = self._suspect_boot is not None
         self.sequence = max(self.sequence, int(pages.records["sequence"].max(initial=0)))
@@ -318,15 +321,31 @@ class WriterPartition(Partition):
         self._journal.append(slots)
 
     def publish_access(self, *, older_than_s: int, most: int | None = None) -> None:
-        """Re-publish the records of pages used more than that many seconds after what their records say.
+        """Re-publish the records of pages whose time of use is more than so many seconds from what they say.
 
-        With `most`, only so many: those whose records are oldest.
+        Earlier counts too: the clock may have been put right. With `most`, only so many: those whose records
+        are oldest.
         """
-        late = np.flatnonzero(self._used > self._access + np.uint64(older_than_s))
+        if not older_than_s:
+            self._use_in_order()
+        apart = np.maximum(self._used, self._access) - np.minimum(self._used, self._access)
+        late = np.flatnonzero(apart > older_than_s)
         if most is not None and len(late) > most:
             late = late[np.argpartition(self._access[late], most)[:most]]
         late = late[[slot in self.keys and not self.pins[slot] for slot in late.tolist()]]
         self._republish(late)
+
+    def _use_in_order(self) -> None:
+        """Have times of use agree with the order of use where the clock was put back meanwhile."""
+        now_s = int(time.time())
+        slots = np.array(list(self.keys), np.int64)
+        if self._used[slots].max(initial=0) <= now_s:
+            return
+        slots = slots[np.argsort(-self.lru.ticks[slots], kind="stable")]  # most recent first
+        stated = np.concatenate([[now_s], self._used[slots].astype(np.int64)])
+        agreed = np.minimum.accumulate(stated)
+        agreed = np.minimum.accumulate(agreed - (agreed < stated))[1:]
+        self._used[slots] = np.maximum(agreed, 0).astype(np.uint64)
 
     def set_pinned(self, slots: NDArray[np.int64], *, pinned: bool) -> None:
         """Set or clear the flag that keeps pages from eviction, in the records too."""
@@ -443,6 +462,22 @@ class WriterPartition(Partition):
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             let_go(fd)
+
+
+def _past(records: NDArray[np.void]) -> NDArray[np.uint64]:
+    """Return times of last access, in seconds, none in the future: a clock was ahead where a record says so.
+
+    Such pages count as used before the first page that was stored after the clock was put right.
+    """
+    access: NDArray[np.uint64] = records["access_s"].copy()
+    now_s = np.uint64(time.time())
+    ahead = access > now_s
+    if ahead.any():
+        created, sequence = records["created_ns"] // np.uint64(1_000_000_000), records["sequence"]
+        last = sequence[created > now_s].max(initial=0)
+        since = created[(created <= now_s) & (sequence > last)] if last else created[:0]
+        access[ahead] = since.min(initial=now_s) - np.uint64(1)
+    return access
 
 
 def check_capacity(page_nbytes: int, capacity_nbytes: int) -> SlabShape:
