@@ -79,7 +79,7 @@ class ForeignPages:
         if scan:
             self._next_scan = now + _RESCAN_S
             for path, partition in list(self.partitions.items()):
-                with self._tolerant(path):
+                with self._tolerant(partition.paths.lock):
                     if partition.replaced():
                         self._forget(path)
                         self._pending = True
