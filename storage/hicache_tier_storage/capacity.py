@@ -21,7 +21,7 @@ import numpy as np
 
 from hicache_tier.errors import StoreError
 
-from .locks import exclusive, let_go, open_lock, try_lock
+from .locks import RootBusyError, exclusive, let_go, open_lock, try_lock
 from .metadata import read_attributes
 from .partition import PartitionPaths
 from .record import ACCESS_WORD, RECORD_WORDS
@@ -235,10 +235,13 @@ class RootBudget:
         stamp = self._demand_time()
         if stamp == self._demand_seen:
             return False
-        with self.lock(_KEEP_PATIENCE_S):
-            above = _total(own) > self._fair_share(own)
-        self._demand_seen = stamp
-        return above
+        seen, self._demand_seen = self._demand_seen, stamp
+        try:
+            with self.lock(_KEEP_PATIENCE_S):
+                return _total(own) > self._fair_share(own)
+        except RootBusyError:
+            self._demand_seen = seen  # to be looked at again
+            return False
 
     def demand_met(self) -> None:
         """Take what was asked for up to now as given."""

@@ -171,7 +171,9 @@ def documents_agree(paths: PartitionPaths, facts: PartitionFacts, capacity: int)
 
 
 def _remove_leftovers(paths: PartitionPaths) -> None:
-    """Remove what interrupted writes left."""
+    """Remove what interrupted writes left, and a link in the place of the journal, which is but a hint."""
+    if paths.journal.is_symlink():
+        paths.journal.unlink()
     for folder in (paths.root, paths.pages, paths.slots, paths.state.parent):
         for leftover in folder.glob("*.tmp"):
             if _OWN_FILE.fullmatch(leftover.stem) and (leftover.is_symlink() or not leftover.is_dir()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .capacity import RootBudget
     from .writer import WriterPartition
 
+_LOG = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _ASK_AGAIN_S = 0.25  # while others have been asked to give up a slab
 _BUSY_PATIENCE_S = 0.1  # for the root's lock, once it was not to be had
@@ -90,7 +92,13 @@ class Growth:
         paths = self._partition.paths
         names = (paths.slab(number, self._partition.facts.page_axes), paths.table(number))
         both = (path for name in names for path in (name, temporary_name(name)))
-        return any(path.is_dir() and not path.is_symlink() for path in both)
+        folder = next((path for path in both if path.is_dir() and not path.is_symlink()), None)
+        if folder is not None:
+            line = f"{self._partition.name}: {folder.name} is a directory: slab {number} cannot be made"
+            if line not in self._partition.damage:
+                self._partition.damage.append(line)
+                _LOG.warning("%s is a directory: slab %d cannot be made", folder, number)
+        return folder is not None
 
     def _add_slab(self, number: int) -> None:
         partition, shape = self._partition, self._partition.facts.shape

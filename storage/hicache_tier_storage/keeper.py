@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 from hicache_tier.errors import StoreError
 
-from .locks import RootBusyError
-
 if TYPE_CHECKING:
     from .capacity import RootBudget
     from .core import StoreCore
@@ -64,7 +62,7 @@ class Keeper:
         published = time.monotonic()
         while not self._stop.wait(_TICK_S):
             try:
-                asked = self._is_asked()
+                asked = self._budget.excess(self._writer.paths)
                 due = time.monotonic() >= published + _PUBLISH_S
                 if not (asked or due):
                     continue
@@ -78,9 +76,3 @@ class Keeper:
                         self._budget.demand_met()
             except Exception:  # noqa: BLE001 - whatever it is, the store goes on serving
                 _LOG.exception("%s: housekeeping failed; it goes on", self._core.root)
-
-    def _is_asked(self) -> bool:
-        try:
-            return self._budget.excess(self._writer.paths)
-        except RootBusyError:
-            return False  # asked again at the next turn

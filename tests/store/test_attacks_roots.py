@@ -263,6 +263,7 @@ def test_a_directory_in_the_place_of_the_next_slab_costs_that_number(shop, keys)
     paths.slots.joinpath("c.2.0").mkdir()
     assert set(shop.put(store, keys[:60])) == {"stored"}
     assert sorted(writer_of(store).slabs) == [3, 4, 5, 6]
+    assert sum("is a directory" in line for line in store.stats()["damage"]) == 3
     store.close()
     assert shop.open().stats()["pages"] == 60
 
@@ -278,6 +279,20 @@ def test_temporary_files_are_not_written_through_links(shop, keys, memory_path):
     store.close()
     assert precious.read_bytes() == b"p" * 100
     assert shop.open().match_prefix(keys) == 3
+
+
+def test_a_link_in_the_place_of_the_journal_is_replaced(shop, keys, memory_path):
+    store = shop.open()
+    shop.put(store, keys[:20])
+    journal = paths_of(store).journal
+    store.close()
+    journal.rename(memory_path / "elsewhere")
+    journal.symlink_to(memory_path / "elsewhere")
+    store = shop.open()
+    assert shop.get(store, keys[:20]) == ["loaded"] * 20
+    assert journal.is_file()
+    assert not journal.is_symlink()
+    assert shop.open(read_only=True).match_prefix(keys) == 20
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -534,3 +549,8 @@ def test_a_demand_is_not_hidden_by_another(shop, keys):
     assert not poor._budget.excess(paths_of(poor))
     rich._budget.demand_met()
     assert not rich._budget.excess(paths_of(rich))
+    with rich._budget.lock():
+        third._budget.ask_for_room(slab, paths_of(third))
+    with kept(shop.root / ".hct.lock"):
+        assert not rich._budget.excess(paths_of(rich))  # it cannot be told now
+    assert rich._budget.excess(paths_of(rich))
