@@ -15,7 +15,7 @@ class PageStatus(int):
     ----------
     reason : str
         `stored`, `already_stored`, `loaded`; or why not: `absent`, `changed`, `checksum`, `capacity`,
-        `disk_full`, `io_error: ...`, `damaged: ...`, `access_denied`, ...
+        `disk_full`, `root_busy`, `io_error: ...`, `damaged: ...`, `access_denied`, ...
     """
 
     reason: str
