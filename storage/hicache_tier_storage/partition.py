@@ -498,14 +498,17 @@ class ReaderPartition(Partition):
             self._journal = None
 
 
-def _made(paths: PartitionPaths) -> tuple[tuple[int, int, int] | None, ...]:
+def _made(paths: PartitionPaths) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return what tells the writer lock and the partition's group from files of the same name made later."""
-    found: list[tuple[int, int, int] | None] = []
-    for path in (paths.lock, paths.root / "zarr.json"):
-        try:
-            stat = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            found.append(None)
-        else:
-            found.append((stat.st_dev, stat.st_ino, stat.st_ctime_ns))  # an inode's number is used again
-    return tuple(found)
+    lock, group = _stat(paths.lock), _stat(paths.root / "zarr.json")
+    return (
+        None if lock is None else (lock.st_dev, lock.st_ino),  # its times are its writer's to set
+        None if group is None else (group.st_dev, group.st_ino, group.st_ctime_ns),  # inodes are used again
+    )
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -278,6 +278,17 @@ def test_a_partition_made_anew_is_followed(shop, how):
     assert not reader.stats()["damage"]
 
 
+def test_a_partition_whose_lock_is_touched_is_the_same(shop):
+    writer = shop.open()
+    shop.put(writer, A)
+    reader = shop.open(read_only=True)
+    before = list(reader._core.foreign.partitions.values())
+    os.utime(paths_of(writer).lock)
+    poll(reader)
+    assert list(reader._core.foreign.partitions.values()) == before
+    assert reader.match_prefix(A) == 64
+
+
 def test_a_journal_made_anew_is_followed(shop):
     writer = shop.open()
     shop.put(writer, A[:4])
