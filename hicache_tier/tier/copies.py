@@ -12,7 +12,6 @@ from hicache_tier.transfer import backup, load
 from .core import as_tensor
 from .index import State
 from .names import distinct_keys
-from .policy import WritePolicy
 from .store import error_kind
 
 if TYPE_CHECKING:
@@ -51,6 +50,11 @@ class Copies:
         """See `Tier.insert`."""
         names, numbers = _paired(keys, device_pages)
         first_parent = None if parent is None else distinct_keys([parent])[0]
+        if first_parent is not None and first_parent in names:
+            raise InvalidArgumentError(
+                f"parent {first_parent.hex()} is one of the keys themselves; name the page before the first, "
+                "or none where that is the first of the prompt."
+            )
         with self._core.section():
             chain, fresh, positions = self._claim(names, first_parent)
         error = None
@@ -138,11 +142,7 @@ class Copies:
     def _hit(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             entry.hits += 1
-        settings = self._core.settings
-        if settings.policy is WritePolicy.WRITE_THROUGH:
-            self._writer.offer(entries)
-        elif settings.policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            self._writer.offer([entry for entry in entries if entry.hits >= settings.hits_to_store])
+        self._writer.hit(entries)
 
     def _copy(
         self, op: str, start: Callable[[], Completion], entries: Sequence[Entry]

@@ -97,7 +97,13 @@ class HostIndex:
         return out
 
     def add(self, key: bytes, parent: bytes | None, page: int) -> Entry:
-        """Add a filling entry, pinned once for whoever fills it."""
+        """Add a filling entry, pinned once for whoever fills it.
+
+        A parent that comes after this page itself is left out: pages in a ring would wait for each other, and
+        none of them could ever leave.
+        """
+        if key in self._children and self._comes_after(parent, key):
+            parent = None
         entry = self._entries[key] = Entry(key, parent, page, pins=1)
         self.filling_pages += 1
         self._attach(entry)
@@ -168,6 +174,13 @@ class HostIndex:
             if stamp == entry.stamp and self._evictable(entry):
                 return entry
         return None
+
+    def _comes_after(self, key: bytes | None, first: bytes) -> bool:
+        """Whether a page is `first`, or goes on from it by what the entries say of their parents."""
+        while key is not None and key != first:
+            entry = self._entries.get(key)
+            key = None if entry is None else entry.parent
+        return key is not None
 
     def _evictable(self, entry: Entry) -> bool:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,12 +55,15 @@ class Shutdown:
         self._reader = reader
         self._writer = writer
         self._report: CloseReport | None = None
+        self._unsaved_pages = 0
+        self._closing = threading.Lock()
 
     def flush(self, timeout_s: float) -> int:
         """See `Tier.flush`."""
         core, breaker = self._core, self._writer.lane.breaker
         until_s = time.monotonic() + timeout_s
         with core.section():
+            self._doubt(until_s)
             todo = [entry for entry in self._unsaved() if not entry.queued]
             todo.sort(key=lambda entry: entry.stamp)  # taken from the end: prefix by prefix, heads first
             while True:
@@ -68,6 +72,7 @@ class Shutdown:
                 now_s = time.monotonic()
                 retry_s = now_s + breaker.retry_in_s(now_s)
                 if (not todo and self._writer.idle) or max(now_s, retry_s) > until_s:
+                    self._doubt(until_s)  # what was written may have taken the place of other pages
                     return len(self._unsaved())
                 core.wait(min(until_s, max(retry_s, now_s + _POLL_S)))
 
@@ -78,13 +83,23 @@ class Shutdown:
 
     def close(self, timeout_s: float) -> CloseReport:
         """See `Tier.close`."""
-        core = self._core
-        if core.forked:
+        if self._core.forked:
             return CloseReport()
-        if self._report is not None:
+        if not self._closing.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
+            with self._core.held():  # another call closes, and takes longer than this one may
+                return self._left()
+        try:
+            if self._report is None:
+                self._report = self._close(timeout_s)
             return self._report
+        finally:
+            self._closing.release()
+
+    def _close(self, timeout_s: float) -> CloseReport:
+        core = self._core
         until_s = time.monotonic() + timeout_s
-        unsaved = self.flush(timeout_s * _FLUSH_SHARE)
+        if not core.closed:  # an earlier call was interrupted after this
+            self._unsaved_pages = self.flush(timeout_s * _FLUSH_SHARE)
         with core.held():
             core.closed = True
             self._forget("closed")
@@ -95,11 +110,23 @@ class Shutdown:
         for lane in core.lanes:
             lane.join(until_s)
         with core.held():
-            calls = tuple(lane.name for lane in core.lanes for _ in lane.calls)
-            self._report = CloseReport(unsaved, calls, core.index.detached_pages)
-        if not self._report.clean:
-            log.warning("a tier was closed and left something behind: %s", self._report)
-        return self._report
+            report = self._left()
+        if not report.clean:
+            log.warning("a tier was closed and left something behind: %s", report)
+        return report
+
+    def _left(self) -> CloseReport:
+        """Say what is left behind as it stands, with the lock."""
+        core = self._core
+        unsaved = self._unsaved_pages if core.closed else len(self._unsaved())
+        calls = tuple(lane.name for lane in core.lanes for _ in lane.calls)
+        return CloseReport(unsaved, calls, core.index.detached_pages)
+
+    def _doubt(self, until_s: float) -> None:
+        """Ask a store that can tell whether it still has what it said it had."""
+        question = self._writer.ask([entry for entry in self._core.index if entry.state is State.READY])
+        while question is not None and not question.over and self._core.wait(until_s):
+            pass
 
     def _unsaved(self) -> list[Entry]:
         settings = self._core.settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -19,6 +19,11 @@ class StoreLike(Protocol):
 
     `put` and `get` answer with one status a page, true where the page was stored (or was there already) or
     loaded, with a text `reason` where not. Calls may fail or hang: the tier counts and bounds that.
+
+    A store that evicts pages should also have `touch(keys)` and `contains(keys)`, both cheap, both answering
+    with one truth value a key, whether its page is there. `touch` makes pages as recent as a read would: the
+    tier calls it for stored pages that are used in the host tier, which the store would else take for unused.
+    `contains` is asked at `flush` and `close`, for all stored pages in the host tier.
     """
 
     @property
@@ -44,6 +49,26 @@ class StoreLike(Protocol):
 
     def match_prefix(self, keys: Sequence[bytes]) -> int:
         """Count the consecutive keys present, from the start."""
+
+
+def optional_call(store: StoreLike, name: str) -> Callable[[Sequence[bytes]], object] | None:
+    """Return a method that a store may have or not."""
+    call = getattr(store, name, None)
+    return call if callable(call) else None
+
+
+def truths(answer: object, count: int) -> list[bool]:
+    """Turn an answer into one truth value a key.
+
+    Raises
+    ------
+    ValueError
+        Where it is not one a key.
+    """
+    values = [bool(value) for value in answer]  # type: ignore[attr-defined]
+    if len(values) != count:
+        raise ValueError(f"the store answered {len(values)} values for {count} keys")
+    return values
 
 
 def failure_reasons(statuses: object, count: int) -> list[str | None]:

@@ -158,7 +158,8 @@ class Tier:
         device_pages : torch.Tensor, list or range
             Pages of the device pool, one a key.
         parent : bytes or str, optional
-            Key of the page before the first, where that is not the first of the prompt.
+            Key of the page before the first, where that is not the first of the prompt. Where it comes after
+            that page already, by what earlier calls said, the page counts as the first of a prompt.
 
         Returns
         -------
@@ -168,7 +169,8 @@ class Tier:
         Raises
         ------
         InvalidArgumentError
-            Keys and pages that do not go together, or pages that the device pool has not.
+            Keys and pages that do not go together, pages that the device pool has not, or a `parent` that is
+            one of the keys.
         """
         return self._copies.insert(keys, device, device_pages, parent)
 
@@ -252,7 +254,8 @@ class Tier:
     def close(self, timeout_s: float = 10.0) -> CloseReport:
         """Flush, end all threads, and give the host pages back, within `timeout_s`.
 
-        The report says what had to be abandoned. A second call returns the same report.
+        The report says what had to be abandoned. A second call returns the same report; one that is made
+        meanwhile waits for it, and says what is left so far where that takes longer than its own `timeout_s`.
         """
         return self._shutdown.close(timeout_s)
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from .core import as_tensor
 from .index import State
 from .lane import Lane
-from .store import failure_reasons
+from .policy import WritePolicy
+from .remembering import Question, Uses
+from .store import failure_reasons, optional_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +34,9 @@ class Writer:
         self._reader = reader
         self._runs: deque[list[Entry]] = deque()
         self._yield_since_s: float | None = None
+        self._uses = Uses(core, self._lost)
+        self._questions: deque[Question] = deque()
+        self._contains = optional_call(core.store, "contains")
         self.lane = Lane("writes", core, self._take, self._retry_in_s)
         reader.on_idle.append(self.lane.wake)
 
@@ -76,6 +81,39 @@ class Writer:
         self._core.counters.add("writes.queued_pages", len(run))
         self.lane.wake()
 
+    def hit(self, entries: Sequence[Entry]) -> None:
+        """See to entries that were used, in prefix order: tell the store, write what the policy wants."""
+        if self._uses.note(entries):
+            self.lane.wake()
+        self._offer_by_policy(entries)
+
+    def ask(self, entries: Sequence[Entry]) -> Question | None:
+        """Have the store say whether it has the stored ones of these; None where it cannot be asked."""
+        stored = [entry for entry in entries if entry.stored]
+        rests = self.lane.breaker.is_open or not self.lane.due(time.monotonic())
+        if self._contains is None or not stored or rests:
+            return None
+        self._questions.append(Question(self._contains, stored, lambda _: None))
+        self.lane.wake()
+        return self._questions[-1]
+
+    def drop_questions(self) -> None:
+        """Ask nothing more: the store hangs."""
+        while self._questions:
+            self._questions.popleft().expire()
+
+    def _lost(self, entries: Sequence[Entry]) -> None:
+        """See to pages that the store has evicted although they are used."""
+        self._core.counters.add("writes.lost_pages", len(entries))
+        self._offer_by_policy(entries)
+
+    def _offer_by_policy(self, entries: Sequence[Entry]) -> None:
+        settings = self._core.settings
+        if settings.policy is WritePolicy.WRITE_THROUGH:
+            self.offer(entries)
+        elif settings.policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            self.offer([entry for entry in entries if entry.hits >= settings.hits_to_store])
+
     def drop_oldest(self, count: int, reason: str) -> int:
         """Drop up to `count` queued pages, tails of the oldest runs first; return how many there were."""
         dropped: list[Entry] = []
@@ -111,10 +149,16 @@ class Writer:
                 self._core.counters.add("evictions.pages.unsaved")
                 self._core.index.discard(entry)
 
-    def _take(self) -> _Put | None:
-        if not self._runs or self._yielding():
-            return None
-        if not self.lane.breaker.allow(time.monotonic()):
+    def _take(self) -> _Put | Question | None:
+        if self._questions:
+            return self._questions.popleft()
+        writes = bool(self._runs) and not self._yielding()
+        uses_s = self._uses.due_in_s()
+        if uses_s is not None and (writes or not uses_s) and not self.lane.breaker.is_open:
+            uses = self._uses.take()  # before the write that could evict their pages
+            if uses is not None:
+                return uses
+        if not writes or not self.lane.breaker.allow(time.monotonic()):
             return None
         batch: list[Entry] = []
         limit = self._core.settings.batch_pages
@@ -139,7 +183,8 @@ class Writer:
 
     def _retry_in_s(self) -> float | None:
         if not self._runs:
-            return None
+            uses_s = self._uses.due_in_s()
+            return None if uses_s is None or self.lane.breaker.is_open else max(1e-3, uses_s)
         return max(1e-3, self.lane.breaker.retry_in_s(time.monotonic()), self._core.settings.write_yield_s)
 
 
@@ -191,3 +236,4 @@ class _Put:
         for entry in self.entries:
             self._core.index.stay(entry)
         self._writer.drop_oldest(self._writer.pages, "breaker_open")
+        self._writer.drop_questions()

@@ -140,6 +140,20 @@ class PageStore:
         own, foreign = self._core.index, self._core.foreign.index
         return [key in own or key in foreign for key in normalise_keys(keys)]
 
+    def touch(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Make pages as recent as a read would, the first key's most; tell for each whether it is present.
+
+        For pages that a cache in front of the store serves, so that the store does not take them for unused.
+        Costs no I/O. Pages that another writer holds are told of, not touched.
+        """
+        core, names = self._core, normalise_keys(keys)
+        with core.lock:
+            core.check_open()
+            slots = [core.index.get(name) for name in names]
+            core.touch(np.array([slot for slot in slots if slot is not None], np.int64))
+            foreign = core.foreign.index
+            return [slot is not None or name in foreign for slot, name in zip(slots, names, strict=True)]
+
     def __contains__(self, key: PageKey) -> bool:
         return self.contains([key])[0]
 

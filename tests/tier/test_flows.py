@@ -91,6 +91,7 @@ def test_decoding_goes_on_from_a_parent(rig):
     keys = chain(1, 6)
     rig.insert(keys[:4])
     assert rig.insert(keys[4:], parent=keys[3]) == 2
+    rig.idle()
     assert rig.insert(chain(2, 6)) == 6
     assert rig.tier.match(keys).host_pages == 2, "leaves go before heads, though they were used later"
 
