@@ -1,7 +1,8 @@
 """Which page goes first: least recently used, leaves before heads.
 
 A page that another stored page continues (a head) is kept until its last child is gone, so that what remains
-of a chain is always a prefix. Cost is logarithmic in the number of pages, whatever is stored.
+of a chain is always a prefix. Cost is logarithmic in the number of pages, whatever is stored: what comes up
+and must stay is set aside until something changes for it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class LeafLru:
         self._count = 0
         self._heap: list[int] = []
         self._children: dict[int, int] = {}  # key head -> children stored
-        self._parked: dict[int, list[int]] = {}  # key head -> slots that wait for its children to go
+        self._parked: dict[int, set[int]] = {}  # key head -> slots that wait for its children to go
+        self._parked_count = 0
+        self._parked_heap: list[int] = []  # the same slots, for when nothing but heads is left
+        self._aside: set[int] = set()  # pinned slots that came up; they wait for `recall`
 
     def __len__(self) -> int:
         return self._count
@@ -107,29 +111,52 @@ class LeafLru:
                 self._children.pop(parent, None)
                 self._unpark(parent)
 
-    def pop(self, count: int, spared: Callable[[int], bool]) -> list[int]:
+    def recall(self, slots: Iterable[int]) -> None:
+        """Have pages take part again that are not pinned any more."""
+        if self._aside:
+            for slot in self._aside.intersection(slots):
+                self._aside.discard(slot)
+                heapq.heappush(self._heap, self._entry(slot))
+
+    def pop(
+        self, count: int, spared: Callable[[int], bool], pinned: NDArray[np.bool_] | None = None
+    ) -> list[int]:
         """Take up to `count` pages to evict, forgetting them.
 
         Parameters
         ----------
+        count : int
         spared : callable
-            Tells whether a slot's page must stay (pinned, or in flight).
+            Tells whether a slot's page must stay for now (in flight); it is asked again each time.
+        pinned : bool, one a slot, optional
+            Pages that must stay until `recall` says otherwise.
         """
         if len(self._heap) > 2 * self._count + 1024:
             self._compact()
-        victims = self._pop(count, spared, heads=False)
-        if len(victims) < count and self._parked:
-            # Only heads are left: chains longer than the capacity, or keys that share their first 8 bytes.
-            for head in list(self._parked):
-                self._unpark(head)
-            victims += self._pop(count - len(victims), spared, heads=True)
-        return victims
-
-    def _pop(self, count: int, spared: Callable[[int], bool], *, heads: bool) -> list[int]:
         victims: list[int] = []
         kept: list[int] = []
+        kept_heads: list[int] = []
+        while len(victims) < count:
+            slot = self._next_leaf(spared, pinned, kept)
+            if slot is None:
+                # Only heads are left: chains longer than the capacity, or keys that share 8 leading bytes.
+                slot = self._next_head(spared, pinned, kept_heads)
+            if slot is None:
+                break
+            victims.append(slot)
+            self.remove((slot,))
+        for entry in kept:
+            heapq.heappush(self._heap, entry)
+        for entry in kept_heads:
+            heapq.heappush(self._parked_heap, entry)
+        return victims
+
+    def _next_leaf(
+        self, spared: Callable[[int], bool], pinned: NDArray[np.bool_] | None, kept: list[int]
+    ) -> int | None:
+        """Return the least recent page that no other continues; heads that come up are parked."""
         heap = self._heap
-        while heap and len(victims) < count:
+        while heap:
             entry = heapq.heappop(heap)
             slot = entry & _SLOT_MASK
             if not self._held[slot]:
@@ -137,36 +164,76 @@ class LeafLru:
             current = self._entry(slot)
             if current != entry:
                 heapq.heappush(heap, current)  # touched since
-            elif not heads and self._children and self._children.get(int(self._heads[slot])):
-                self._parked.setdefault(int(self._heads[slot]), []).append(slot)
+            elif pinned is not None and pinned[slot]:
+                self._aside.add(slot)
+            elif self._children and self._children.get(int(self._heads[slot])):
+                self._park(entry, slot)
             elif spared(slot):
                 kept.append(entry)
             else:
-                victims.append(slot)
-                self.remove((slot,))
-        for entry in kept:
-            heapq.heappush(heap, entry)
-        return victims
+                return slot
+        return None
+
+    def _next_head(
+        self, spared: Callable[[int], bool], pinned: NDArray[np.bool_] | None, kept: list[int]
+    ) -> int | None:
+        """Return the least recent parked page; it stays parked until it is removed."""
+        heap = self._parked_heap
+        while heap:
+            entry = heapq.heappop(heap)
+            slot = entry & _SLOT_MASK
+            if not self._held[slot] or slot not in self._parked.get(int(self._heads[slot]), ()):
+                continue  # gone, or a leaf by now
+            current = self._entry(slot)
+            if current != entry:
+                heapq.heappush(heap, current)
+            elif pinned is not None and pinned[slot]:
+                self._forget_parked(slot)
+                self._aside.add(slot)
+            elif spared(slot):
+                kept.append(entry)
+            else:
+                return slot
+        return None
+
+    def _park(self, entry: int, slot: int) -> None:
+        waiting = self._parked.setdefault(int(self._heads[slot]), set())
+        if slot in waiting:
+            return  # an entry that the slot's earlier page left behind
+        waiting.add(slot)
+        self._parked_count += 1
+        heapq.heappush(self._parked_heap, entry)
+        if len(self._parked_heap) > 2 * self._parked_count + 1024:
+            self._parked_heap = [self._entry(other) for slots in self._parked.values() for other in slots]
+            heapq.heapify(self._parked_heap)
 
     def _entry(self, slot: int) -> int:
         return int(self.ticks[slot]) << _SLOT_BITS | slot
 
     def _unpark(self, head: int) -> None:
-        for slot in self._parked.pop(head, ()):
+        waiting = self._parked.pop(head, ())
+        self._parked_count -= len(waiting)
+        for slot in waiting:
             if self._held[slot]:
                 heapq.heappush(self._heap, self._entry(slot))
 
     def _forget_parked(self, slot: int) -> None:
-        """Drop a page that waits for its children: its slot will soon hold another page."""
-        waiting = self._parked.get(int(self._heads[slot])) if self._parked else None
+        """Drop a page that waits for something: its slot will soon hold another page."""
+        self._aside.discard(slot)
+        head = int(self._heads[slot])
+        waiting = self._parked.get(head) if self._parked else None
         if waiting and slot in waiting:
-            waiting[:] = [other for other in waiting if other != slot]
+            waiting.discard(slot)
+            self._parked_count -= 1
+            if not waiting:
+                del self._parked[head]
 
     def _compact(self) -> None:
         """Rebuild a heap that pages removed otherwise have left full of dead entries."""
         parked = [slot for slots in self._parked.values() for slot in slots]
         live = self._held.copy()
         live[parked] = False
+        live[list(self._aside)] = False
         slots: Sequence[int] = np.flatnonzero(live).tolist()
         self._heap = [self._entry(slot) for slot in slots]
         heapq.heapify(self._heap)

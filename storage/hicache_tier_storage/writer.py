@@ -200,7 +200,7 @@ class WriterPartition(Partition):
 
     def evict(self, count: int) -> tuple[list[int], list[bytes]]:
         """Take up to `count` pages out of the book-keeping, least recent leaves first: slots and keys."""
-        victims = self.lru.pop(count, lambda slot: bool(self.pins[slot] or self.pinned[slot]))
+        victims = self.lru.pop(count, lambda slot: bool(self.pins[slot]), self.pinned)
         self.evictions += len(victims)
         return victims, [self.keys.pop(slot) for slot in victims]
 
@@ -350,6 +350,8 @@ class WriterPartition(Partition):
     def set_pinned(self, slots: NDArray[np.int64], *, pinned: bool) -> None:
         """Set or clear the flag that keeps pages from eviction, in the records too."""
         self.pinned[slots] = pinned
+        if not pinned:
+            self.lru.recall(slots.tolist())
         self._republish(slots)
 
     def pin_more(self, slots: NDArray[np.int64]) -> None:

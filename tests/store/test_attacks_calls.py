@@ -16,6 +16,7 @@ from hicache_tier.testing.array_pool import keys_of
 from hicache_tier.testing.memory_store import Gate
 from hicache_tier.testing.store_rig import writer_of
 from hicache_tier_storage import putter
+from hicache_tier_storage.eviction import LeafLru
 from hicache_tier_storage.posix import PosixEngine
 
 
@@ -218,3 +219,97 @@ def test_touched_pages_stay_recent_when_the_clock_goes_back(shop, monkeypatch):
     store = shop.open()
     shop.put(store, keys_of("more", 100))
     assert store.match_prefix(hot) == 120
+
+
+class Counted(LeafLru):
+    """Counts the pages that are looked at."""
+
+    looks = 0
+
+    def _entry(self, slot):
+        self.looks += 1
+        return super()._entry(slot)
+
+
+@pytest.mark.parametrize("case", ["heads", "pinned", "pinned heads"])
+def test_making_room_costs_the_same_whatever_is_in_the_way(case):
+    count, turns = 4000, 50
+    lru = Counted(count + turns)
+    pinned = np.zeros(count + turns, np.bool_)
+    pinned[: count // 2] = "pinned" in case
+    shared = np.uint64(7) if "heads" in case else np.uint64(0)
+
+    def add(slots):
+        slots = np.asarray(slots, np.int64)
+        heads = np.full(len(slots), shared) if shared else slots.astype(np.uint64) + np.uint64(1)
+        lru.add(slots, heads, np.full(len(slots), shared))
+
+    for first in range(0, count, 100):
+        add(range(first, first + 100))
+    assert len(lru.pop(1, lambda _: False, pinned)) == 1
+    lru.looks = 0
+    for turn in range(turns):
+        (victim,) = lru.pop(1, lambda _: False, pinned)
+        assert not pinned[victim]
+        add([count + turn])
+    assert lru.looks < 10 * turns
+    lru.looks = 0
+    lru.remove(range(0, count, 2))
+    assert lru.looks < 10 * turns
+
+
+def test_pages_that_were_pinned_go_when_their_time_comes_again():
+    lru = LeafLru(8)
+    pinned = np.zeros(8, np.bool_)
+    none = np.zeros(1, np.uint64)
+    for slot in range(6):
+        lru.add(np.array([slot]), np.array([slot + 1], np.uint64), none)
+    pinned[:3] = True
+    assert lru.pop(2, lambda _: False, pinned) == [3, 4]
+    pinned[1] = False
+    lru.recall([1])
+    assert lru.pop(1, lambda _: False, pinned) == [1]
+    lru.remove([0])
+    pinned[0] = False
+    lru.recall([0])
+    assert lru.pop(5, lambda _: False, pinned) == [5]
+    pinned[:] = False
+    lru.recall([2])
+    assert lru.pop(5, lambda _: False, pinned) == [2]
+    assert len(lru) == 0
+
+
+def test_pages_in_a_ring_go_least_recent_first():
+    lru = LeafLru(8)
+    for slot in range(6):  # each goes on from the next
+        own, parent = np.array([slot + 1], np.uint64), np.array([(slot + 1) % 6 + 1], np.uint64)
+        lru.add(np.array([slot]), own, parent)
+    assert lru.pop(1, {0, 1}.__contains__) == [2], "none is a leaf: the least recent that may go"
+    assert lru.pop(6, lambda _: False) == [3, 4, 5, 0, 1]
+    assert len(lru) == 0
+
+
+def test_unpinned_pages_can_be_evicted_again(shop, keys):
+    store = shop.open()
+    shop.put(store, keys[:100], pin=True)
+    shop.put(store, keys_of("more", 200))
+    assert store.match_prefix(keys[:100]) == 100
+    store.unpin(keys[:100])
+    for turn in range(3):
+        assert shop.put(store, keys_of(f"other {turn}", 200)) == ["stored"] * 200
+    assert store.match_prefix(keys[:100]) == 0
+
+
+def test_touched_pages_outlive_pages_that_were_stored_later(shop, keys):
+    store = shop.open()
+    hot, cold = keys[:50], keys_of("cold", 180)
+    shop.chain(store, hot)
+    shop.chain(store, cold)
+    assert store.touch([*hot, b"absent"]) == [True] * 50 + [False]
+    shop.put(store, keys_of("more", 150))
+    assert store.match_prefix(hot) == 50
+    other = shop.open(read_only=True)
+    assert other.touch(hot[:2]) == [True, True]
+    store.close()
+    with pytest.raises(ClosedError):
+        store.touch(hot)
