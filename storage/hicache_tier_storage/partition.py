@@ -33,7 +33,7 @@ _LOOK_AGAIN_S = 0.1  # at a slab that cannot be read
 _GRACE_S = 0.5  # what its writer is at with a slab is over by then
 _LOOK_LATER_S = 1.0  # at one that was reported
 _LOOKS = 4
-_LOOK_S = 0.001  # at a table whose slab is missing
+_LOOK_S = 0.001  # at a table whose slab is missing, or whose records are being published
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,8 +353,7 @@ class ReaderPartition(Partition):
 
     def _look_again_at(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> None:
         """Remember slots whose records were being published: a new access time is not in the journal."""
-        torn = (records["generation"] & 1 == 1) & (records["state"] == COMMITTED)
-        self._torn.update(slots[torn].tolist())
+        self._torn.update(slots[_torn(records)].tolist())
 
     def _scan(self, *, everything: bool) -> Iterator[Pages | NDArray[np.int64]]:
         present = self.paths.slab_numbers()
@@ -370,9 +369,11 @@ class ReaderPartition(Partition):
                 self.tables.tables[number].check()
             except SlabDamagedError:  # cut or replaced, or given up, and made anew perhaps
                 yield self.lose_slab(number)
+        looks = 0
         if number not in self.slabs:
             if not self._try_map(number):
                 return
+            looks = _LOOKS  # what is being published now would be missed until the next call
         elif number in self._troubles:
             self._complain(number, SlabDamagedError(self._troubles[number].why))
             return
@@ -381,6 +382,10 @@ class ReaderPartition(Partition):
             return
         self._scanned[number] = generations
         words: Words = self.tables.tables[number].words.copy()
+        while looks and _torn(as_records(words)).any():
+            looks -= 1
+            time.sleep(_LOOK_S)
+            words = self.tables.tables[number].words.copy()
         pages = self.pages_of(number, words)
         slots = np.arange(len(words)) + number * self.facts.shape.slots
         self._look_again_at(slots, as_records(words))
@@ -496,6 +501,12 @@ class ReaderPartition(Partition):
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+
+
+def _torn(records: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Tell which records are being published anew, or were when their writer was killed."""
+    torn: NDArray[np.bool_] = (records["generation"] & 1 == 1) & (records["state"] == COMMITTED)
+    return torn
 
 
 def _made(paths: PartitionPaths) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
