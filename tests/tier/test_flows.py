@@ -118,11 +118,13 @@ def test_eviction_takes_leaves_first_and_spares_the_locked(rig):
     assert rig.tier.match(second).host_pages == 2
     assert rig.tier.match(first).host_pages == 4
     assert rig.insert(third) == 4
+    rig.idle()
     assert rig.insert(chain(4, 6)) == 4, "what is locked leaves no more room"
     assert rig.account()["inserts"]["skipped_pages"] == {"host_full": 2}
     assert rig.load(first) == 4
     rig.tier.unlock(lock)
     lock.release()
+    rig.idle()
     assert rig.insert(chain(5, 8)) == 8
     assert rig.account()["host"]["ready_pages"] == 8
 
