@@ -46,6 +46,8 @@ def host_facts(root: Path) -> dict[str, Any]:
 @click.option("--case", "cases", multiple=True, default=_CASES, show_default=True, help="PAGESxSIZE.")
 @click.option("--mode", "modes", multiple=True, default=("buffered", "direct"), show_default=True,
               type=click.Choice(["buffered", "direct"]), help="How bytes move.")  # fmt: skip
+@click.option("--engine", "engine", default="posix", show_default=True,
+              type=click.Choice(["posix", "nixl", "all"]), help="Byte engine; all: each that works, compared.")  # fmt: skip
 @click.option("--layout", default="page_first", show_default=True, help="Layout of the host pool.")
 @click.option("--threads", type=click.IntRange(1), default=os.cpu_count, show_default="cores")
 @click.option("--repeats", type=click.IntRange(3), default=7, show_default=True, help="Turns; medians count.")
@@ -56,6 +58,7 @@ def command(  # noqa: PLR0917 - click passes options by name
     root: Path,
     cases: tuple[str, ...],
     modes: tuple[str, ...],
+    engine: str,
     layout: str,
     threads: int,
     repeats: int,
@@ -74,14 +77,23 @@ def command(  # noqa: PLR0917 - click passes options by name
     if not root.is_dir():
         raise click.BadParameter(f"{root} is not a directory", param_hint="--root")
     result: dict[str, Any] = {"rows": [], "peers": [], "host": host_facts(root)}
-    runs = [(case, mode, sums) for case in parsed for mode in modes for sums in (False, True)]
+    engines, result["left_out"] = _engines(root, engine)
+    runs = [
+        (case, mode, sums, name)
+        for case in parsed
+        for mode in modes
+        for sums in (False, True)
+        for name in engines
+    ]
     with _progress(len(runs) * (repeats + 1) * 8) as tick:
-        for case, mode, sums in runs:
-            bench = StorageBench(root, case, layout=layout, mode=mode, threads=threads, checksums=sums)
+        for case, mode, sums, name in runs:
+            bench = StorageBench(
+                root, case, layout=layout, mode=mode, threads=threads, checksums=sums, engine=name
+            )
             try:
                 bench.check()
                 result["rows"] += bench.run(repeats, tick)
-                if not sums:
+                if not sums and name == "posix":
                     result["peers"] += bench.against_files(repeats, tick)
             finally:
                 bench.close()
@@ -91,6 +103,18 @@ def command(  # noqa: PLR0917 - click passes options by name
         print_json(result)
     else:
         _print(result)
+
+
+def _engines(root: Path, asked: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the engines to measure, and the rows of the probe for those that cannot be."""
+    from hicache_tier_storage.probe import probe
+
+    if asked != "all":
+        return [asked], []
+    rows = probe(root)
+    usable = {row["engine"] for row in rows if row["usable"]}
+    names = [name for name in ("posix", "nixl", "kvikio") if name in usable]
+    return names, [row for row in rows if not row["usable"]]
 
 
 class _progress:  # noqa: N801 - used as a function
@@ -122,9 +146,21 @@ def _print(result: dict[str, Any]) -> None:
     show(
         table(
             f"Against a bare loop over the same slots ({facts})",
-            ["page", "mode", "checksums", "", ">GB/s", ">bare GB/s", ">ratio", ">CPU us/page", ">CPU ratio"],
+            [
+                "engine",
+                "page",
+                "mode",
+                "checksums",
+                "",
+                ">GB/s",
+                ">bare GB/s",
+                ">ratio",
+                ">CPU us/page",
+                ">CPU ratio",
+            ],
             (
                 (
+                    row["engine"],
                     size(row["page_nbytes"]),
                     row["mode"],
                     "on" if row["checksums"] else "off",
@@ -160,4 +196,6 @@ def _print(result: dict[str, Any]) -> None:
         f"get {book['get_us_per_page']:.1f} us a page; "
         f"match_prefix {book['match_keys_per_s'] / 1e6:.1f} M keys/s."
     )
+    for row in result["left_out"]:
+        click.echo(f"Left out: {row['engine']} {row['mode']}: {row['reason']}.")
     click.echo(f"Opening a store of {opened['slots']:,} pages: {opened['open_seconds']:.2f} s.")

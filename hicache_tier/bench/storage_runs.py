@@ -81,7 +81,15 @@ class StorageBench:
     """Payload throughput of one case in one mode."""
 
     def __init__(
-        self, root: Path, case: StorageCase, *, layout: str, mode: str, threads: int, checksums: bool
+        self,
+        root: Path,
+        case: StorageCase,
+        *,
+        layout: str,
+        mode: str,
+        threads: int,
+        checksums: bool,
+        engine: str = "posix",
     ) -> None:
         self._case, self._mode, self._threads, self._checksums = case, mode, threads, checksums
         self._folder = Path(tempfile.mkdtemp(prefix="hct-bench-", dir=root))
@@ -97,6 +105,7 @@ class StorageBench:
             threads=threads,
             checksums=checksums,
             verify="always",
+            engine=engine,
         )
         self._buffers = page_buffers(self._host, range(case.pages))
 

@@ -169,7 +169,7 @@ def open_store(
         Cap on the root, for all writers together, as bytes or `"100 GiB"`. Default: 64 GiB, at most a quarter
         of the disk that is free or held by this root.
     engine : str or ByteEngine
-        `auto`, `posix`, or an engine of your own.
+        `auto` (takes `posix`), `posix`, `nixl` or `kvikio` (insist), or an engine of your own.
     io_mode : str
         `auto` (O_DIRECT where the directory takes it), `direct` (insist), `buffered`.
     threads : int, optional

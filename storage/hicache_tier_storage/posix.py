@@ -203,7 +203,7 @@ class _Move:
                 except SlabDamagedError as damage:
                     descriptors[file] = f"damaged: {damage}"
                 except OSError as failure:
-                    descriptors[file] = _reason(failure.errno or errno.EIO)
+                    descriptors[file] = open_reason(failure)
             fd = descriptors[file]
             if isinstance(fd, int):
                 found.append((fd, run))
@@ -265,6 +265,11 @@ class _Move:
             else:
                 ctypes.memmove(segment, address, nbytes)
             address += nbytes
+
+
+def open_reason(failure: OSError) -> str:
+    """Return the verdict on pages of a file that cannot be opened."""
+    return _reason(failure.errno or errno.EIO)
 
 
 def _reason(error: int) -> str:

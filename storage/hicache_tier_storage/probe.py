@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import errno
 import mmap
@@ -11,32 +10,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError, StoreError
+from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError
 
+from . import accelerators
 from .engine import ByteEngine
+from .medium import existing_parent, filesystem, is_network, nameless_file
+from .nixl_lane import QUEUES
 from .posix import PosixEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FILESYSTEMS = {
-    0xEF53: "ext4",
-    0x58465342: "xfs",
-    0x9123683E: "btrfs",
-    0x01021994: "tmpfs",
-    0x794C7630: "overlay",
-    0x6969: "nfs",
-    0x00C36400: "ceph",
-    0x65735546: "fuse",
-    0xFF534D42: "cifs",
-    0xFE534D42: "smb2",
-    0x0BD00BD0: "lustre",
-    0x47504653: "gpfs",
-    0x2FC12FC1: "zfs",
-    0xF2F52010: "f2fs",
-}
-_NETWORK = {"nfs", "ceph", "fuse", "cifs", "smb2", "lustre", "gpfs"}
-ENGINES = ("auto", "posix")
+__all__ = [
+    "ENGINES",
+    "IO_MODES",
+    "EngineProbe",
+    "check_engine",
+    "choose_engine",
+    "filesystem",
+    "is_network",
+    "one_of",
+    "probe",
+    "probe_engines",
+]
+
+ENGINES = ("auto", "posix", "nixl", "kvikio")
 IO_MODES = ("auto", "direct", "buffered")
 
 
@@ -51,33 +49,10 @@ class EngineProbe:
     chosen: bool
 
 
-def filesystem(directory: Path) -> str:
-    """Return the kind of file system a directory lies on, by `statfs`."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    buffer = ctypes.create_string_buffer(256)
-    if libc.statfs(os.fsencode(directory), buffer):
-        return "unknown"
-    magic = ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
-    return _FILESYSTEMS.get(magic, f"0x{magic:x}")
-
-
-def is_network(directory: Path) -> bool:
-    """Whether other hosts may write to this directory's file system."""
-    return filesystem(directory) in _NETWORK
-
-
-def _existing_parent(directory: Path) -> Path:
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent
-    if not directory.is_dir():
-        raise StoreError(f"{directory} is not a directory.")
-    return directory
-
-
 def _try(directory: Path, flags: int) -> str:
     """Write and read one aligned page; return "" or why it does not work."""
     try:
-        fd = _nameless(directory, flags)
+        fd = nameless_file(directory, flags)
         try:
             buffer = mmap.mmap(-1, 8192)
             buffer[:4096] = os.urandom(4096)
@@ -97,29 +72,15 @@ def _try(directory: Path, flags: int) -> str:
     return ""
 
 
-def _nameless(directory: Path, flags: int) -> int:
-    """Open a new file that is in no directory, so that nothing is left behind whatever happens."""
-    flags |= os.O_RDWR | os.O_CLOEXEC
-    try:
-        return os.open(directory, flags | os.O_TMPFILE, 0o600)
-    except OSError as error:
-        if error.errno not in {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}:
-            raise
-    name = directory / f".hct-probe-{os.getpid()}"
-    fd = os.open(name, flags | os.O_CREAT, 0o600)
-    name.unlink()
-    return fd
-
-
-def probe_engines(directory: str | os.PathLike[str]) -> list[EngineProbe]:
-    """Try every engine and mode in `directory` (or where it would be created).
+def probe_posix(directory: str | os.PathLike[str]) -> list[EngineProbe]:
+    """Try the engine `posix` in `directory` (or where it would be created).
 
     Raises
     ------
     StoreError
         Where `directory` is no directory.
     """
-    path = _existing_parent(Path(directory).absolute())
+    path = existing_parent(Path(directory).absolute())
     kind = filesystem(path)
     buffered = _try(path, 0)
     direct = f"{kind} keeps its files in memory" if kind == "tmpfs" else _try(path, os.O_DIRECT)
@@ -130,6 +91,23 @@ def probe_engines(directory: str | os.PathLike[str]) -> list[EngineProbe]:
             "posix", "buffered", not buffered, f"{kind}: {buffered or good}", bool(direct) and not buffered
         ),
     ]
+
+
+def probe_engines(directory: str | os.PathLike[str]) -> list[EngineProbe]:
+    """Try every engine and mode in `directory` (or where it would be created).
+
+    `auto` takes `posix`: for host memory the others are not faster, which
+    `hicache-tier bench storage --engine all` shows.
+
+    Raises
+    ------
+    StoreError
+        Where `directory` is no directory.
+    """
+    rows = probe_posix(directory)
+    path = existing_parent(Path(directory).absolute())
+    found = accelerators.all_findings(path, direct=rows[0].usable)
+    return rows + [EngineProbe(*finding, chosen=False) for finding in found]
 
 
 def probe(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -154,7 +132,7 @@ def check_engine(engine: object, io_mode: object, threads: object) -> None:
         raise InvalidArgumentError(f"threads must be a whole number above 0, got {threads!r}.")
 
 
-def choose_engine(directory: Path, engine: str, io_mode: str, threads: int | None) -> PosixEngine:
+def choose_engine(directory: Path, engine: str, io_mode: str, threads: int | None) -> ByteEngine:
     """Make the engine for a directory, as asked or as the probe finds it.
 
     Raises
@@ -165,10 +143,31 @@ def choose_engine(directory: Path, engine: str, io_mode: str, threads: int | Non
         Where what was insisted on does not work here; the message says why.
     """
     check_engine(engine, io_mode, threads)
-    rows = probe_engines(directory)
+    rows = probe_posix(directory)
     for row in rows:
         wanted = row.chosen if io_mode == "auto" else row.mode == io_mode
         if wanted and row.usable:
-            return PosixEngine(direct=row.mode == "direct", threads=threads)
+            if engine in {"auto", "posix"}:
+                return PosixEngine(direct=row.mode == "direct", threads=threads)
+            return _accelerated(directory, engine, direct=row.mode == "direct", threads=threads)
     reasons = "; ".join(f"{row.engine} {row.mode}: {row.reason}" for row in rows if not row.usable)
     raise EngineUnavailableError(f"no engine works in {directory} as asked (io_mode={io_mode!r}): {reasons}.")
+
+
+def _accelerated(directory: Path, engine: str, *, direct: bool, threads: int | None) -> ByteEngine:
+    """Make an engine that was insisted on."""
+    path = existing_parent(directory)
+    if engine == "kvikio":
+        found = accelerators.kvikio(path)
+    else:
+        found = accelerators.nixl_posix(path, direct=direct)
+        for queue, finding in zip(QUEUES, found, strict=True):
+            if finding.usable:
+                from .nixl_engine import NixlEngine
+
+                return NixlEngine(direct=direct, queue=queue, threads=threads)
+    reasons = "; ".join(f"{finding.mode}: {finding.reason}" for finding in found)
+    raise EngineUnavailableError(
+        f"engine {engine!r} does not work in {directory}: {reasons}. "
+        "engine='posix' does, and 'auto' takes it."
+    )

@@ -1,0 +1,174 @@
+"""One lane to the disk through NIXL: an agent with one backend, used by one thread at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from .nixl_descriptors import MAX_DESCRIPTORS
+from .nixl_package import nixl_module
+
+if TYPE_CHECKING:
+    from .nixl_descriptors import Descriptors
+
+_LOG = logging.getLogger(__name__)
+QUEUES = ("aio", "io_uring")  # POSIX AIO fails later transfers after one error
+_PARAMETERS = {"aio": "use_aio", "io_uring": "use_uring"}
+_KERNEL_QUEUE = 256
+_SUBMITTED_A_POLL = 64  # the plug-in hands that many to the kernel each time it is asked how it goes
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 50e-6, 2e-3
+_NUMBERS = itertools.count()
+
+
+class LaneError(Exception):
+    """A transfer failed; nothing of it is under way any more."""
+
+
+class LaneTimeoutError(Exception):
+    """A transfer did not end in time; the kernel may still move its bytes. Its lane is not used again."""
+
+
+class NixlLane:
+    """An agent of its own with the POSIX plug-in. Not thread-safe.
+
+    Parameters
+    ----------
+    queue : str
+        `aio` or `io_uring`.
+    deadline_s : float
+        Longest wait for one transfer.
+    """
+
+    def __init__(self, queue: str, deadline_s: float) -> None:
+        nixl = nixl_module()
+        self._name = f"hct-{os.getpid()}-{next(_NUMBERS)}"
+        self._deadline_s = deadline_s
+        settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent = nixl.nixl_agent(self._name, settings)
+        self._agent.create_backend(
+            "POSIX",
+            {
+                _PARAMETERS[queue]: "true",
+                "ios_pool_size": str(MAX_DESCRIPTORS),
+                "kernel_queue_size": str(_KERNEL_QUEUE),
+            },
+        )
+        self._backends = ["POSIX"]
+        self._memory: Any = None
+        self._low = self._high = 0
+        self.usable = True
+
+    def cover(self, low: int, high: int) -> None:
+        """Have memory registered: one region, the hull of all that the lane was ever given.
+
+        The plug-in keeps nothing of memory, so a hull that spans more than the pools costs nothing, and
+        a pool is registered once and not a batch.
+        """
+        if self._memory is not None:
+            if self._low <= low and high <= self._high:
+                return
+            low, high = min(low, self._low), max(high, self._high)
+            self._agent.deregister_memory(self._memory, self._backends)
+            self._memory = None
+        self._memory = self._agent.register_memory([(low, high - low, 0, "")], "DRAM", self._backends)
+        self._low, self._high = low, high
+
+    def transfer(self, pieces: Descriptors, files: dict[int, int], *, write: bool) -> None:
+        """Move all pieces and wait for them.
+
+        Parameters
+        ----------
+        pieces : Descriptors
+            Their memory must be covered.
+        files : dict of int to int
+            Length of each open file by its descriptor. They are registered for this transfer alone (10 us
+            each): a number that the kernel gives to another file later never finds an old registration.
+        write : bool
+
+        Raises
+        ------
+        LaneError, LaneTimeoutError
+        """
+        agent = self._agent
+        registered = handle = None
+        try:
+            rows = [(0, nbytes, fd, "") for fd, nbytes in files.items()]
+            registered = agent.register_memory(rows, "FILE", self._backends)
+            handle = agent.initialize_xfer(
+                "WRITE" if write else "READ",
+                agent.get_xfer_descs(pieces.memory, "DRAM"),
+                agent.get_xfer_descs(pieces.files, "FILE"),
+                self._name,
+                backends=self._backends,
+            )
+            self._post_and_wait(handle, len(pieces.memory))
+        except LaneError:
+            raise
+        except (LaneTimeoutError, KeyboardInterrupt, SystemExit):  # bytes may still be under way
+            _leak(handle)
+            handle = registered = None
+            self.leak()
+            raise
+        except Exception as error:
+            self.usable = False  # what its queue holds is not known, but nothing of it was handed on
+            raise LaneError(f"{type(error).__name__}: {error}") from error
+        finally:
+            if handle is not None:
+                self._give_back(handle.release)
+            if registered is not None:
+                self._give_back(lambda: agent.deregister_memory(registered, self._backends))
+
+    def _post_and_wait(self, handle: object, pieces: int) -> None:
+        agent = self._agent
+        start = time.monotonic()
+        state = agent.transfer(handle)
+        # Ask at once until all is with the kernel, then leave the processor to others.
+        busy = -(-min(pieces, _KERNEL_QUEUE) // _SUBMITTED_A_POLL)
+        pause = _FIRST_WAIT_S
+        while state == "PROC":
+            if busy:
+                busy -= 1
+            else:
+                time.sleep(pause)
+                spent = time.monotonic() - start
+                if spent > self._deadline_s:
+                    raise LaneTimeoutError(f"no end after {self._deadline_s:.0f} s")
+                pause = min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, spent / 8))
+            try:
+                state = agent.check_xfer_state(handle)
+            except Exception as error:  # the plug-in says so once all its I/O has come back
+                raise LaneError(str(error)) from error
+        if state != "DONE":
+            raise LaneError("the transfer was refused")
+
+    def _give_back(self, release: Any) -> None:  # noqa: ANN401 - a callable of the package
+        try:
+            release()
+        except Exception:  # noqa: BLE001 - nothing in the package names what it raises
+            self.usable = False
+            _LOG.warning("NIXL did not take a handle back", exc_info=True)
+
+    def leak(self) -> None:
+        """Never destroy the agent.
+
+        Its destructor would wait for I/O that does not come back, or for threads that a child of fork does
+        not have.
+        """
+        self.usable = False
+        _leak(self._agent)
+
+    def close(self) -> None:
+        """Give memory and agent back."""
+        if self.usable and self._memory is not None:
+            memory = self._memory
+            self._give_back(lambda: self._agent.deregister_memory(memory, self._backends))
+        self._memory = self._agent = None
+        self.usable = False
+
+
+def _leak(thing: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
