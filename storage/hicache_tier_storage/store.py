@@ -306,6 +306,7 @@ class PageStore:
                 "allocated_bytes": len(writer.slabs) * shape.file_nbytes if writer and shape else 0,
                 "live_bytes": len(core.index) * shape.stride if shape else 0,
                 "evictions": writer.evictions if writer else 0,
+                "stranded_slots": writer.stranded if writer else 0,
                 "slabs_dropped": core.slabs_dropped,
                 "suspect_pages": int(writer.suspect.sum()) if writer else 0,
                 "damage": [

@@ -47,7 +47,10 @@ def try_all(trials: Sequence[Trial], deadline_s: float = DEADLINE_S) -> list[str
         running = {}
         for trial in trials:
             if trial.key not in _KNOWN and trial.key not in running:
-                running[trial.key] = _start(trial)
+                try:
+                    running[trial.key] = _start(trial)
+                except OSError as error:
+                    _KNOWN[trial.key] = f"no process to try it in: {error.strerror}"
         until = time.monotonic() + deadline_s
         for key, child in running.items():
             _KNOWN[key] = _verdict(child, until, deadline_s)

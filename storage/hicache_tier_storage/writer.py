@@ -79,6 +79,8 @@ class WriterPartition(Partition):
         Pages to verify when read.
     pinned : bool, one a slot
         Pages that are never evicted.
+    stranded : int
+        Slots set aside until the next open, because bytes for them may still be under way.
     no_room : str
         Why the last slots that were asked for were not given.
     """
@@ -117,6 +119,7 @@ class WriterPartition(Partition):
         self._free: list[int] = []
         self._limbo: set[int] = set()
         self.evictions = 0
+        self.stranded = 0
         self.no_room = "capacity"
         self.state, self._suspect_boot, trouble = opened_state(paths, facts.shape, self.capacity)
         if not documents_agree(paths, facts, self.capacity):

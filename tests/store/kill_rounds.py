@@ -1,7 +1,7 @@
 """Rounds of SIGKILL: a child stores pages and says what it stored, the parent kills it and looks.
 
-Usage: python kill_rounds.py ROOT ROUNDS SEED. Prints one JSON object. Runs without torch and with one thread
-in the parent, so that forking is cheap.
+Usage: python kill_rounds.py ROOT ROUNDS SEED [QUEUE]. Prints one JSON object. Runs without torch and with one
+thread in the parent, so that forking is cheap. With QUEUE (aio, io_uring) the children use the engine nixl.
 """
 
 from __future__ import annotations
@@ -22,11 +22,20 @@ SMALL = 640 << 10  # about 64 pages, so that slots are reused all the time
 LARGE = 32 << 20  # room for everything, so that nothing may be missing
 
 
+def engine():
+    """Return what the children move bytes with."""
+    if len(sys.argv) < 5:
+        return "auto"
+    from hicache_tier_storage.nixl_engine import NixlEngine
+
+    return NixlEngine(direct=False, queue=sys.argv[4], threads=2, min_piece_nbytes=1)
+
+
 def child(root, turn, capacity, pipe):
     """Store, read, delete, pin; report each batch once its put has returned."""
     rig = StoreRig(root)
     rng = random.Random(turn)
-    store = rig.open(capacity_bytes=capacity)
+    store = rig.open(capacity_bytes=capacity, engine=engine())
     for step in range(10_000):
         if capacity == SMALL:
             keys = keys_of(f"round{turn}", rng.randrange(1, 12), first=step * 12)
@@ -144,4 +153,8 @@ def main(root, rounds, seed):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 4:
+        from hicache_tier_storage.nixl_package import nixl_module
+
+        nixl_module()  # once, not in every child
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

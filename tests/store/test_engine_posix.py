@@ -11,7 +11,7 @@ import pytest
 from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
 from hicache_tier_storage import posix, vectors
 from hicache_tier_storage.posix import PosixEngine
-from hicache_tier_storage.probe import probe_engines
+from hicache_tier_storage.probe import probe_posix
 
 
 class TestBufferedOneThread(ByteEngineSuite):
@@ -35,7 +35,7 @@ class TestDirectFourThreads(ByteEngineSuite):
 
 
 def direct(directory, threads):
-    row = next(row for row in probe_engines(directory) if row.mode == "direct")
+    row = next(row for row in probe_posix(directory) if row.mode == "direct")
     if not row.usable:
         pytest.skip(f"O_DIRECT does not work here: {row.reason}")
     return PosixEngine(direct=True, threads=threads)

@@ -13,7 +13,7 @@ from hicache_tier.testing.array_pool import ArrayPool, fill_pages, pages_equal
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier.testing.store_rig import GEOMETRY, PAGE_NBYTES
 from hicache_tier_storage import open_store
-from hicache_tier_storage.probe import probe_engines
+from hicache_tier_storage.probe import probe_posix
 
 
 class Buffered(PageStoreSuite):
@@ -40,7 +40,7 @@ class TestDirectIo(Buffered):
 
     @pytest.fixture(autouse=True)
     def direct(self, tmp_path, monkeypatch):
-        row = next(row for row in probe_engines(tmp_path) if row.mode == "direct")
+        row = next(row for row in probe_posix(tmp_path) if row.mode == "direct")
         if not row.usable:
             pytest.skip(f"O_DIRECT does not work here: {row.reason}")
         monkeypatch.setattr(type(self), "io_mode", "direct")
