@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,13 +26,14 @@ from .locks import let_go
 from .metadata import group_document, plain_group_document, read_attributes, write_document
 from .posix import PosixEngine
 from .probe import check_engine, choose_engine, is_network, one_of
+from .roots import distinct_roots, open_roots, split_capacity
 from .slab import FileCache
 from .state import boot_id
 from .store import PageStore
 from .writer import WriterPartition, check_capacity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from .engine import ByteEngine
 
@@ -121,7 +123,7 @@ def file_limit() -> int:
 
 
 def open_store(
-    root: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     geometry: KVGeometry,
     layout: Layout | str,
     *,
@@ -149,8 +151,9 @@ def open_store(
 
     Parameters
     ----------
-    root : path
+    root : path, or list of paths
         A directory for stores and nothing else. All namespaces and writers of a root share its capacity.
+        Several directories (drives) make one store: see `SeveralRoots`.
     geometry : KVGeometry
         What one page of this rank holds.
     layout : Layout or str
@@ -167,7 +170,8 @@ def open_store(
         each a partition beside the others, opened by a call of its own. See `usable_prefix`.
     capacity_bytes : int or str, optional
         Cap on the root, for all writers together, as bytes or `"100 GiB"`. Default: 64 GiB, at most a quarter
-        of the disk that is free or held by this root.
+        of the disk that is free or held by this root. With several roots it is shared out by the sizes of
+        their file systems.
     engine : str or ByteEngine
         `auto` (takes `posix`), `posix`, `nixl` or `kvikio` (insist), or an engine of your own.
     io_mode : str
@@ -213,45 +217,73 @@ def open_store(
         pp=pp,
         cp=cp,
     )
+    way = _Way(identity, layout, pool, engine, io_mode, threads, verify, checksums, read_only)
+    if isinstance(root, list | tuple):
+        paths = distinct_roots([_root_path(one) for one in root])
+        total = None if capacity_bytes is None else parse_capacity(capacity_bytes, paths[0])
+        shares = split_capacity(paths, total)
+        files = max(2, file_limit() // len(paths))
+        return open_roots(paths, lambda path: _open_root(path, way, shares[path], files))
     path = _root_path(root)
+    return _open_root(path, way, capacity_bytes, file_limit())
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a store is opened, whichever root it lies in."""
+
+    identity: Identity
+    layout: Layout
+    pool: str
+    engine: str | ByteEngine
+    io_mode: str
+    threads: int | None
+    verify: str
+    checksums: bool
+    read_only: bool
+
+
+def _open_root(path: Path, way: _Way, capacity_bytes: int | str | None, files: int) -> PageStore:
+    """Open the store in one directory, with at most so many files open at once."""
+    identity, read_only = way.identity, way.read_only
     refuse_link(path / identity.namespace)
     capacity_nbytes = parse_capacity(capacity_bytes, path)
     if not read_only:
-        check_capacity(geometry.page_nbytes, capacity_nbytes)
+        check_capacity(identity.geometry.page_nbytes, capacity_nbytes)
     check_root(path, create=not read_only)
     with suppress(NotAStoreError):  # a new namespace, or one whose group a writer writes again
         read_attributes(path / identity.namespace)  # refuses a later version
-    chosen = _engine(path, engine, io_mode, threads, read_only=read_only)
-    cache = FileCache(file_limit())
+    chosen = _engine(path, way.engine, way.io_mode, way.threads, read_only=read_only)
+    cache = FileCache(files)
     writer = foreign = None
     try:
         if not read_only:
             _make_root(path)
         budget = RootBudget(path, capacity_nbytes)
         if not read_only:
-            writer = _take_partition(budget, identity, layout, cache)
+            writer = _take_partition(budget, identity, way.layout, cache)
         foreign = ForeignPages(
             path,
             identity.namespace,
             rank=identity.rank,
-            pool=pool,
+            pool=way.pool,
             own=writer.paths if writer else None,
-            geometry=geometry,
+            geometry=identity.geometry,
             cache=cache,
             boot=boot_id(),
         )
         return PageStore(
             identity=identity,
-            layout=layout,
+            layout=way.layout,
             budget=budget,
             engine=chosen,
             cache=cache,
             writer=writer,
             foreign=foreign,
-            verify_always=verify == "always",
+            verify_always=way.verify == "always",
             verify_foreign=is_network(path),
-            checksums=checksums,
-            owns_engine=isinstance(engine, str),
+            checksums=way.checksums,
+            owns_engine=isinstance(way.engine, str),
         )
     except BaseException as error:
         if foreign is not None:
@@ -259,7 +291,7 @@ def open_store(
         if writer is not None:
             writer.abandon()
         cache.close()
-        if isinstance(engine, str):
+        if isinstance(way.engine, str):
             chosen.close()
         if isinstance(error, OSError) and not isinstance(error, StoreError):
             raise StoreError(f"{path} cannot be opened: {error.strerror or error}.") from error

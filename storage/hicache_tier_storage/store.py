@@ -20,7 +20,7 @@ from .record import key_head
 from .status import ABSENT, DELETED, PageStatus, failed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -154,6 +154,16 @@ class PageStore:
             foreign = core.foreign.index
             return [slot is not None or name in foreign for slot, name in zip(slots, names, strict=True)]
 
+    def tables(self) -> tuple[Mapping[bytes, object], Mapping[bytes, object]]:
+        """Return the index of this process's partition and that of the others', to look keys up in."""
+        self._core.refresh()
+        return self._core.index, self._core.foreign.index
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """Cap on the root, for all writers together."""
+        return self._budget.capacity_nbytes
+
     def __contains__(self, key: PageKey) -> bool:
         return self.contains([key])[0]
 
@@ -199,15 +209,9 @@ class PageStore:
         InvalidArgumentError, ClosedError
             Before anything is touched.
         """
-        putter, _ = self._writable()
-        names = normalise_keys(keys)
-        parent_keys = _parent_keys(names, parents)
-        heads = [0 if parent is None else key_head(parent) for parent in parent_keys]
-        there = [parent for parent in parent_keys if parent is not None]
-        addresses, nbytes = self._segments(host, pages, len(names))
-        self._core.refresh()
-        with self._core.session(), host.in_use():
-            return putter.put(Offer(names, there, heads, addresses, nbytes), pin=pin)
+        offer = self._offer(keys, host, pages, parents)
+        with host.in_use():
+            return self._store(offer, pin=pin)
 
     def get(self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike) -> list[PageStatus]:
         """Load pages into a host pool.
@@ -230,12 +234,9 @@ class PageStore:
         InvalidArgumentError, ClosedError
             Before anything is touched.
         """
-        self._core.check_open()
-        names = normalise_keys(keys)
-        addresses, nbytes = self._segments(host, pages, len(names), unique=True)
-        self._core.refresh()
-        with self._core.session(), host.in_use():
-            return self._getter.get(names, addresses, nbytes)
+        wanted = self._wanted(keys, host, pages)
+        with host.in_use():
+            return self._load(*wanted)
 
     # -- removing and pinning --------------------------------------------------------------------------
 
@@ -373,6 +374,45 @@ class PageStore:
         if self._putter is None or self._core.writer is None:
             raise InvalidArgumentError("the store was opened read-only.")
         return self._putter, self._core.writer
+
+    def _offer(
+        self,
+        keys: Sequence[PageKey],
+        host: HostPages,
+        pages: ArrayLike,
+        parents: Sequence[PageKey | None] | None,
+    ) -> Offer:
+        """Check what is to be stored."""
+        self._writable()
+        names = normalise_keys(keys)
+        parent_keys = _parent_keys(names, parents)
+        heads = [0 if parent is None else key_head(parent) for parent in parent_keys]
+        there = [parent for parent in parent_keys if parent is not None]
+        addresses, nbytes = self._segments(host, pages, len(names))
+        return Offer(names, there, heads, addresses, nbytes)
+
+    def _store(self, offer: Offer, *, pin: bool) -> list[PageStatus]:
+        """Store what was checked."""
+        putter, _ = self._writable()
+        self._core.refresh()
+        with self._core.session():
+            return putter.put(offer, pin=pin)
+
+    def _wanted(
+        self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike
+    ) -> tuple[list[bytes], NDArray[np.uint64], NDArray[np.uint64]]:
+        """Check what is to be loaded; return keys, addresses and lengths."""
+        self._core.check_open()
+        names = normalise_keys(keys)
+        return names, *self._segments(host, pages, len(names), unique=True)
+
+    def _load(
+        self, names: list[bytes], addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]
+    ) -> list[PageStatus]:
+        """Load what was checked."""
+        self._core.refresh()
+        with self._core.session():
+            return self._getter.get(names, addresses, nbytes)
 
     def _segments(
         self, host: HostPages, pages: ArrayLike, count: int, *, unique: bool = False

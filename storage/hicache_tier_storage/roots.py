@@ -1,0 +1,303 @@
+"""Several directories, drives for example, as one store without RAID.
+
+Each is an ordinary root with a partition of its own, so the format knows nothing of it. New pages are spread
+by their keys; where a page is, is looked up in the indexes of all. A batch is under way on all roots at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from hicache_tier.errors import (
+    ClosedError,
+    FormatVersionError,
+    HiCacheTierError,
+    InvalidArgumentError,
+    NotAStoreError,
+    StoreError,
+)
+
+from .keys import PageKey, normalise_keys
+from .medium import existing_parent
+from .placement import Placement
+from .putter import Offer
+from .status import PageStatus, failed
+from .store import HostPages, PageStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import ArrayLike
+
+_LOG = logging.getLogger(__name__)
+_THREADS_A_ROOT = 4  # calls under way on one root, beside the one that the caller's thread makes
+
+
+class SeveralRoots(PageStore):
+    """A store over several directories; used like a `PageStore` on one.
+
+    A root that fails or is full takes out its own pages: puts to it are refused with a reason, its pages are
+    misses, the others go on. One that cannot be opened is left out with a warning. Pages are evicted least
+    recent first within each root; that leaves go before heads holds among the pages of one root.
+
+    Parameters
+    ----------
+    stores : mapping of Path to PageStore
+        The roots that could be opened.
+    left_out : mapping of Path to str
+        Those that could not, and why.
+
+    Attributes
+    ----------
+    roots : tuple of Path
+        The directories in use.
+    """
+
+    def __init__(self, stores: Mapping[Path, PageStore], left_out: Mapping[Path, str]) -> None:
+        self.roots = tuple(stores)
+        self._stores = list(stores.values())
+        self._left_out = dict(left_out)
+        first = self._stores[0]
+        self.identity, self.layout, self.geometry = first.identity, first.layout, first.geometry
+        self.root = first.root
+        self._placement = Placement([store.capacity_nbytes for store in self._stores])
+        self._pools = [
+            ThreadPoolExecutor(_THREADS_A_ROOT, thread_name_prefix=f"hct-root{number}")
+            for number in range(len(self._stores))
+        ]
+
+    # -- looking up ------------------------------------------------------------------------------------
+
+    def match_prefix(self, keys: Sequence[PageKey]) -> int:
+        """Count the pages present in any root, consecutively, from the first key on."""
+        tables = self._tables()
+        count = 0
+        for key in normalise_keys(keys):
+            if not any(key in table for table in tables):
+                break
+            count += 1
+        return count
+
+    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Tell for each key whether its page is present in any root."""
+        tables = self._tables()
+        return [any(key in table for table in tables) for key in normalise_keys(keys)]
+
+    def __len__(self) -> int:
+        found: set[bytes] = set()
+        for table in self._tables():
+            found.update(list(table))
+        return len(found)
+
+    def _tables(self) -> list[Mapping[bytes, object]]:
+        return [table for store in self._stores for table in store.tables()]
+
+    def _places(self, names: Sequence[bytes]) -> list[list[int]]:
+        """Return for each root the rows of the keys that it holds, or that belong there."""
+        tables = [store.tables() for store in self._stores]
+        rows: list[list[int]] = [[] for _ in self._stores]
+        for row, name in enumerate(names):
+            held = (number for number, (own, others) in enumerate(tables) if name in own or name in others)
+            number = next(held, None)
+            rows[self._placement.home(name) if number is None else number].append(row)
+        return rows
+
+    # -- moving ----------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Sequence[PageKey],
+        host: HostPages,
+        pages: ArrayLike,
+        *,
+        parents: Sequence[PageKey | None] | None = None,
+        pin: bool = False,
+    ) -> list[PageStatus]:
+        """Store pages of a host pool, on all roots at once; see `PageStore.put`."""
+        offer = self._stores[0]._offer(keys, host, pages, parents)  # noqa: SLF001 - of its own class
+
+        def store(one: PageStore, rows: list[int]) -> list[PageStatus]:
+            part = Offer(
+                [offer.keys[row] for row in rows],
+                offer.parent_keys,
+                [offer.parents[row] for row in rows],
+                offer.addresses[rows],
+                offer.nbytes,
+            )
+            return one._store(part, pin=pin)  # noqa: SLF001 - the same
+
+        with host.in_use():
+            return self._on_all(offer.keys, store)
+
+    def get(self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike) -> list[PageStatus]:
+        """Load pages into a host pool, from all roots at once; see `PageStore.get`."""
+        names, addresses, nbytes = self._stores[0]._wanted(keys, host, pages)  # noqa: SLF001 - the same
+
+        def load(one: PageStore, rows: list[int]) -> list[PageStatus]:
+            return one._load([names[row] for row in rows], addresses[rows], nbytes)  # noqa: SLF001 - the same
+
+        with host.in_use():
+            return self._on_all(names, load)
+
+    def _on_all(
+        self, names: list[bytes], work: Callable[[PageStore, list[int]], list[PageStatus]]
+    ) -> list[PageStatus]:
+        """Let every root do its rows, the last of them on this thread; a root that raises fails its own."""
+        status: list[PageStatus] = [failed("root_failed")] * len(names)
+        parts = [(number, rows) for number, rows in enumerate(self._places(names)) if rows]
+
+        def run(number: int, rows: list[int]) -> None:
+            store = self._stores[number]
+            try:
+                verdicts = work(store, rows)
+            except ClosedError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a fault of one drive is no fault of the others
+                _LOG.exception("%s failed", store.root)
+                verdicts = [failed(f"root_failed: {type(error).__name__}: {error}")] * len(rows)
+            for row, verdict in zip(rows, verdicts, strict=True):
+                status[row] = verdict
+
+        futures = [self._pools[number].submit(run, number, rows) for number, rows in parts[:-1]]
+        try:
+            if parts:
+                run(*parts[-1])
+        finally:
+            errors = [future.exception() for future in futures]  # nobody touches the memory any more
+        for error in errors:
+            if error is not None:
+                raise error
+        return status
+
+    # -- removing and pinning --------------------------------------------------------------------------
+
+    def delete(self, keys: Sequence[PageKey]) -> list[PageStatus]:
+        """Remove pages, wherever they are."""
+        return self._on_all(normalise_keys(keys), _by_key(normalise_keys(keys), PageStore.delete))
+
+    def clear(self) -> int:
+        """Remove every page that this process's partitions hold; return how many."""
+        return sum(store.clear() for store in self._stores)
+
+    def pin(self, keys: Sequence[PageKey]) -> list[PageStatus]:
+        """Keep the pages from eviction until `unpin`, over restarts too."""
+        return self._on_all(normalise_keys(keys), _by_key(normalise_keys(keys), PageStore.pin))
+
+    def unpin(self, keys: Sequence[PageKey]) -> list[PageStatus]:
+        """Let pages be evicted again."""
+        return self._on_all(normalise_keys(keys), _by_key(normalise_keys(keys), PageStore.unpin))
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return sums over the roots, and under `roots` what each says for itself."""
+        each = [store.stats() for store in self._stores]
+        total: dict[str, Any] = {}
+        for name, value in each[0].items():
+            values = [one[name] for one in each]
+            if isinstance(value, dict):
+                total[name] = dict(sum((Counter(one) for one in values), Counter()))
+            elif isinstance(value, list):
+                total[name] = [line for one in values for line in one]
+            elif isinstance(value, int) and name != "page_nbytes":
+                total[name] = sum(values)
+            else:
+                total[name] = value if len(set(values)) == 1 else ", ".join(map(str, values))
+        total["roots"] = [
+            *({"root": str(root), **one} for root, one in zip(self.roots, each, strict=True)),
+            *({"root": str(root), "left_out": why} for root, why in self._left_out.items()),
+        ]
+        return total
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Close every root, `timeout` seconds at most for the calls in flight of each."""
+        errors: list[Exception] = []
+        for store in self._stores:
+            try:
+                store.close(timeout)
+            except Exception as error:  # noqa: BLE001 - the others are closed all the same
+                errors.append(error)
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        if errors:
+            raise errors[0]
+
+    def __repr__(self) -> str:
+        inside = ", ".join(map(repr, self._stores))
+        return f"SeveralRoots({inside})"
+
+
+def _by_key(
+    names: list[bytes], verb: Callable[[PageStore, list[bytes]], list[PageStatus]]
+) -> Callable[[PageStore, list[int]], list[PageStatus]]:
+    return lambda store, rows: verb(store, [names[row] for row in rows])
+
+
+def distinct_roots(paths: Sequence[Path]) -> list[Path]:
+    """Refuse an empty list, and directories of which one is or contains another.
+
+    Raises
+    ------
+    InvalidArgumentError
+    """
+    if not paths:
+        raise InvalidArgumentError("root must name one directory at least, got an empty list.")
+    real = [path.resolve() for path in paths]
+    for at, one in enumerate(real):
+        for other in real[at + 1 :]:
+            if one == other or one in other.parents or other in one.parents:
+                raise InvalidArgumentError(f"roots must lie apart, got {one} and {other}.")
+    return list(paths)
+
+
+def split_capacity(paths: Sequence[Path], total_nbytes: int | None) -> dict[Path, int | None]:
+    """Share a capacity out by the sizes of the file systems; None: each root's own default."""
+    if total_nbytes is None:
+        return dict.fromkeys(paths)
+    sizes = [_size(path) for path in paths]
+    known = [size for size in sizes if size]
+    middle = sum(known) // len(known) if known else 1
+    sizes = [size or middle for size in sizes]
+    return {path: total_nbytes * size // sum(sizes) for path, size in zip(paths, sizes, strict=True)}
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file system, 0 where they cannot be had: opening the root says what is wrong."""
+    try:
+        return shutil.disk_usage(existing_parent(path)).total
+    except (OSError, HiCacheTierError):
+        return 0
+
+
+def open_roots(paths: Sequence[Path], open_root: Callable[[Path], PageStore]) -> PageStore:
+    """Open the store in every directory; leave out, with a warning, those that do not work.
+
+    Raises
+    ------
+    StoreError
+        Where none of them can be opened, or one holds something else than a store.
+    """
+    stores: dict[Path, PageStore] = {}
+    left_out: dict[Path, str] = {}
+    last: StoreError | None = None
+    try:
+        for path in paths:
+            try:
+                stores[path] = open_root(path)
+            except (NotAStoreError, FormatVersionError):
+                raise
+            except StoreError as error:
+                _LOG.warning("%s is left out of the store: %s", path, error)
+                left_out[path], last = str(error), error
+    except BaseException:
+        for store in stores.values():
+            store.close()
+        raise
+    if last is not None and not stores:
+        raise last
+    return SeveralRoots(stores, left_out)
