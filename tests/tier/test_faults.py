@@ -292,6 +292,20 @@ def test_21_a_call_that_never_returns_costs_one_thread_and_its_pages(rig):
     assert rig.tier.stats()["lanes"]["reads"]["threads"] == 0
 
 
+def test_21_pages_of_a_read_that_an_engine_gave_up_are_never_lent_again():
+    """Its bytes may still arrive: the next owner of the page would get them."""
+    rig = Rig(MemoryStore(GEOMETRY, "page_first"), prefetch="wait_complete")
+    keys = chain(0, 4)
+    rig.preload(keys)
+    rig.store.refuse[keys[2]] = "timeout: no end after 60 s"
+    assert rig.tier.prefetch(keys).wait() == 2
+    stats = rig.idle()
+    assert stats["host"]["kept_after_timeout"] == 1
+    assert stats["host"]["owned_pages"] == 3
+    assert rig.tier.close(5).abandoned_pages == 1
+    rig.host.close()
+
+
 def test_21_stuck_threads_are_bounded(rig):
     rig = rig(host_pages=64, deadline_s=0.05, probe_interval_s=0.01, max_stuck_threads=2, batch_pages=1)
     gate = rig.store.plan["put"] = Gate()
