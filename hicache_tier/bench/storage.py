@@ -46,8 +46,8 @@ def host_facts(root: Path) -> dict[str, Any]:
 @click.option("--case", "cases", multiple=True, default=_CASES, show_default=True, help="PAGESxSIZE.")
 @click.option("--mode", "modes", multiple=True, default=("buffered", "direct"), show_default=True,
               type=click.Choice(["buffered", "direct"]), help="How bytes move.")  # fmt: skip
-@click.option("--engine", "engine", default="posix", show_default=True,
-              type=click.Choice(["posix", "nixl", "all"]), help="Byte engine, or all that work.")  # fmt: skip
+@click.option("--engine", type=click.Choice(["posix", "nixl", "kvikio", "all"]), default="posix",
+              show_default=True, help="Byte engine, or all that work.")  # fmt: skip
 @click.option("--layout", default="page_first", show_default=True, help="Layout of the host pool.")
 @click.option("--threads", type=click.IntRange(1), default=os.cpu_count, show_default="cores")
 @click.option("--repeats", type=click.IntRange(3), default=7, show_default=True, help="Turns; medians count.")

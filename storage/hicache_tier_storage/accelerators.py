@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
+from .kvikio_package import why_no_kvikio
 from .medium import filesystem
 from .nixl_lane import QUEUES
 from .nixl_package import why_no_nixl
 from .trials import Trial, try_all
 
-KVIKIO_EXTRA = "pip install 'hicache-tier[cu13]' (or [cu12])"
 _GOOD = "a small aligned write and read came back equal"
 _URING_SWITCH = Path("/proc/sys/kernel/io_uring_disabled")
 _AIO_USED, _AIO_LIMIT = Path("/proc/sys/fs/aio-nr"), Path("/proc/sys/fs/aio-max-nr")
@@ -52,13 +51,12 @@ def nixl_gds(directory: Path) -> list[Finding]:
 
 
 def kvikio(directory: Path) -> list[Finding]:
-    """Say what stands in the way of kvikio."""
-    if importlib.util.find_spec("kvikio") is None:
-        why = f"the kvikio package is not installed: {KVIKIO_EXTRA}"
-    else:
+    """Try kvikio with host memory."""
+    why = why_no_kvikio()
+    if not why:
         (why,) = try_all([Trial("kvikio_host", directory)])
-        why = why or f"{_GOOD}, but this version has no byte engine that uses it"
-    return [Finding("kvikio", "host memory", usable=False, reason="; ".join([why, *_gpu_facts()]))]
+    reason = "; ".join([why or _GOOD, *_gpu_facts()])
+    return [Finding("kvikio", "host memory", not why, reason)]
 
 
 def _gpu_facts() -> list[str]:

@@ -20,17 +20,18 @@ import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
 
-from .engine import PageBatch
-from .nixl_descriptors import MAX_DESCRIPTORS, describe, file_groups, hull, parts
+from .descriptors import MAX_DESCRIPTORS, describe, file_groups, hull, parts
 from .nixl_lane import QUEUES, LaneError, LaneTimeoutError, NixlLane
 from .nixl_package import nixl_module
 from .posix import PosixEngine, default_threads, open_reason
+from .retry import retry
 from .slab import SlabDamagedError
 from .vectors import DIRECT_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .engine import PageBatch
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
@@ -175,7 +176,10 @@ class NixlEngine:
                     wait(futures)  # each wait inside has a deadline
                 for future in futures:
                     future.result()
-        self._retry(batch, move, write=write)
+        if move.failed:
+            self.retried_pages += len(move.failed)
+            _LOG.info("%d pages of a NIXL transfer are tried one by one", len(move.failed))
+            retry(self._plain, batch, sorted(move.failed), move.verdicts, write=write)
         return move.verdicts
 
     def _suits(self, batch: PageBatch) -> bool:
@@ -187,33 +191,6 @@ class NixlEngine:
             return True
         bits = int(np.bitwise_or.reduce(batch.addresses, axis=None) | np.bitwise_or.reduce(batch.nbytes))
         return not bits % DIRECT_ALIGNMENT
-
-    def _retry(self, batch: PageBatch, move: _Move, *, write: bool) -> None:
-        """Move the pages of transfers that failed one by one."""
-        again = sorted(move.failed)
-        if not again:
-            return
-        self.retried_pages += len(again)
-        _LOG.info("%d pages of a NIXL transfer are tried one by one", len(again))
-        hook = batch.hook
-
-        def rows(first: int, last: int) -> None:
-            for at in range(first, last):
-                if hook is not None:
-                    hook(again[at], again[at] + 1)
-
-        part = PageBatch(
-            [batch.files[at] for at in again],
-            batch.offsets[again],
-            batch.addresses[again],
-            batch.nbytes,
-            batch.page_nbytes,
-            batch.stride,
-            None if write or hook is None else rows,  # before a write it ran already
-        )
-        reasons = self._plain.write(part) if write else self._plain.read(part)
-        for at, reason in zip(again, reasons, strict=True):
-            move.verdicts[at] = reason
 
 
 class _Move:

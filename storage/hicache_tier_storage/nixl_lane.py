@@ -9,11 +9,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from .nixl_descriptors import MAX_DESCRIPTORS
+from .descriptors import MAX_DESCRIPTORS
 from .nixl_package import nixl_module
 
 if TYPE_CHECKING:
-    from .nixl_descriptors import Descriptors
+    from .descriptors import Descriptors
 
 _LOG = logging.getLogger(__name__)
 QUEUES = ("aio", "io_uring")  # POSIX AIO fails later transfers after one error

@@ -161,6 +161,10 @@ def _accelerated(directory: Path, engine: str, *, direct: bool, threads: int | N
     path = existing_parent(directory)
     if engine == "kvikio":
         found = accelerators.kvikio(path)
+        if found[0].usable:
+            from .kvikio_engine import KvikioEngine
+
+            return KvikioEngine(direct=direct, threads=threads)
     else:
         found = accelerators.nixl_posix(path, direct=direct)
         for queue, finding in zip(QUEUES, found, strict=True):

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .descriptors import Descriptors
+from .kvikio_package import kvikio_module, missing_library
 from .medium import nameless_file
-from .nixl_descriptors import Descriptors
 from .nixl_lane import NixlLane
 from .nixl_package import nixl_module
 
@@ -51,12 +52,7 @@ def nixl_posix(directory: Path, queue: str, *, direct: bool) -> str:
 
 def kvikio_host(directory: Path) -> str:
     """Try kvikio with host memory; return "" or why it does not work."""
-    why = missing_library("libcuda.so.1", "no NVIDIA driver")
-    if why:
-        return f"kvikio needs it even for host memory: {why}"
-    import importlib
-
-    kvikio = importlib.import_module("kvikio")
+    kvikio = kvikio_module()
     path = directory / f".hct-probe-{os.getpid()}"
     source = np.frombuffer(os.urandom(_NBYTES), np.uint8)
     target = np.zeros(_NBYTES, np.uint8)
@@ -67,15 +63,6 @@ def kvikio_host(directory: Path) -> str:
     finally:
         path.unlink(missing_ok=True)
     return "" if (source == target).all() else "a small aligned read gave other bytes"
-
-
-def missing_library(name: str, meaning: str) -> str:
-    """Return why a shared library cannot be loaded, or ""."""
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return f"{name} cannot be loaded ({meaning})"
-    return ""
 
 
 def nixl_gds(directory: Path, plugin: str) -> str:

@@ -1,7 +1,7 @@
-"""Descriptors of a transfer by NIXL: where each piece lies in memory, and where in a file.
+"""Descriptors of a transfer: where each piece of pages lies in memory, and where in a file.
 
-NIXL takes one address, length and file a descriptor and has no vectored I/O: pieces that follow each other in
-memory and in the file are merged here.
+NIXL and kvikio take one address, length and file each and have no vectored I/O: pieces that follow each other
+in memory and in the file are merged here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Descriptors:
 
 
 def describe(batch: PageBatch, first: int, last: int, fds: list[int]) -> Descriptors:
-    """Describe pages `first..last-1`; `fds` are the descriptors of their files, one a page."""
+    """Describe pages `first..last-1`; `fds` are the numbers of their files, one a page."""
     pages, pieces = last - first, batch.addresses.shape[1]
     ends = np.cumsum(batch.nbytes)
     addresses = batch.addresses[first:last].reshape(-1)

@@ -1,0 +1,181 @@
+"""The engine `kvikio`: with the real package where there is one, and everywhere with a stand-in for it.
+
+The stand-in has the calls that the engine uses, over plain files. It shows what the engine does with handles,
+futures and verdicts; what kvikio does, only the real package shows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
+from hicache_tier.testing.store import PageStoreSuite
+from hicache_tier_storage import kvikio_engine, open_store
+from hicache_tier_storage.kvikio_engine import KvikioEngine
+from hicache_tier_storage.kvikio_package import why_no_kvikio
+
+needs_kvikio = [pytest.mark.gds, pytest.mark.skipif(bool(why_no_kvikio()), reason=why_no_kvikio())]
+
+
+class Future:
+    def __init__(self, future):
+        self._future = future
+
+    def done(self):
+        return self._future.done()
+
+    def get(self):
+        return self._future.result()
+
+
+class CuFile:
+    pool = ThreadPoolExecutor(2)
+    opened = 0
+
+    def __init__(self, path, flags):
+        self._fd = os.open(path, {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags])
+        type(self).opened += 1
+
+    def fileno(self):
+        return self._fd
+
+    def pread(self, view, file_offset):
+        return Future(self.pool.submit(os.preadv, self._fd, [view], file_offset))
+
+    def pwrite(self, view, file_offset):
+        return Future(self.pool.submit(os.pwritev, self._fd, [view], file_offset))
+
+    def close(self):
+        os.close(self._fd)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(kvikio_engine, "kvikio_module", lambda: SimpleNamespace(CuFile=CuFile))
+    monkeypatch.setattr(kvikio_engine, "compat_mode", lambda: "AUTO")
+
+
+class Engine(ByteEngineSuite):
+    def make_engine(self, directory):
+        return KvikioEngine(direct=False, threads=2, min_piece_nbytes=1)
+
+
+@pytest.mark.usefixtures("stand_in")
+class TestStandIn(Engine):
+    pass
+
+
+class TestReal(Engine):
+    pytestmark = needs_kvikio
+
+
+class Store(PageStoreSuite):
+    def open_store(self, root):
+        room = 256 * max(8192, self.geometry.page_nbytes)
+        engine = KvikioEngine(direct=False, threads=2, min_piece_nbytes=1)
+        return open_store(root, self.geometry, self.layout, capacity_bytes=room, engine=engine)
+
+
+@pytest.mark.usefixtures("stand_in")
+class TestStoreOnStandIn(Store):
+    pass
+
+
+class TestStoreOnReal(Store):
+    pytestmark = needs_kvikio
+
+
+@pytest.fixture
+def engine(stand_in):
+    engine = KvikioEngine(direct=False, threads=2, deadline_s=0.2, min_piece_nbytes=1)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def bench(tmp_path):
+    bench = Bench(tmp_path, [4096])
+    yield bench
+    bench.close()
+
+
+def filled(pages):
+    memory = Memory([4096], pages, between=0)
+    memory.fill()
+    return memory
+
+
+def test_handles_stay_open_and_go_with_their_file(engine, bench):
+    slabs = [bench.slab(f"slab{number}") for number in range(3)]
+    before = CuFile.opened
+    for _ in range(4):
+        assert not any(engine.write(bench.batch(filled(3), [(slab, 0) for slab in slabs])))
+    assert CuFile.opened - before == 3
+    held = {os.fstat(handle.fileno()).st_ino for handle in engine._handles[True].values()}
+    assert len(held) == 3
+    slabs[1].path.unlink()
+    assert not any(engine.write(bench.batch(filled(1), [(slabs[0], 0)])))
+    assert len(engine._handles[True]) == 2
+
+
+def test_descriptors_are_bounded(engine, bench):
+    for number in range(40):
+        assert not any(engine.write(bench.batch(filled(1), [(bench.slab(f"slab{number}"), 0)])))
+    assert len(engine._handles[True]) <= kvikio_engine._HANDLES + 1
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    engine.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) < before
+
+
+@pytest.mark.parametrize("fault", ["short", "raises", "refused"])
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_transfer_that_fails_is_repeated_for_its_page(engine, bench, monkeypatch, fault, verb):
+    slab = bench.slab()
+    places = [(slab, slot) for slot in range(4)]
+    memory = filled(4)
+    assert not any(engine.write(bench.batch(memory, places)))
+    name = "pread" if verb == "read" else "pwrite"
+    real = getattr(CuFile, name)
+
+    def faulty(self, view, file_offset):
+        if file_offset != 2 * 4096:
+            return real(self, view, file_offset=file_offset)
+        if fault == "refused":
+            raise RuntimeError("KvikIO failure")
+        if fault == "raises":
+            return Future(self.pool.submit(lambda: 1 / 0))
+        return real(self, view[:100], file_offset=file_offset)
+
+    monkeypatch.setattr(CuFile, name, faulty)
+    target = filled(4) if verb == "write" else Memory([4096], 4, between=0)
+    batch = bench.batch(target, places)
+    hooked = []
+    batch.hook = lambda first, last: hooked.extend(range(first, last))
+    assert not any(getattr(engine, verb)(batch))
+    assert engine.retried_pages == 1
+    assert sorted(hooked) == [0, 1, 2, 3]
+    assert [bench.on_disk(slab, slot) for slot in range(4)] == [target.page(slot) for slot in range(4)]
+
+
+def test_futures_that_never_end(engine, bench, monkeypatch):
+    slab = bench.slab()
+    never = SimpleNamespace(done=lambda: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(CuFile, "pwrite", lambda *_, **__: never)
+        start = time.monotonic()
+        reasons = engine.write(bench.batch(filled(2), [(slab, 0), (slab, 1)]))
+        assert time.monotonic() - start < 5
+    assert [reason.partition(":")[0] for reason in reasons] == ["timeout"] * 2
+    assert not any(engine.write(bench.batch(filled(2), [(slab, 0), (slab, 1)])))
+
+
+def test_a_child_of_fork_is_refused(engine, bench, monkeypatch):
+    slab = bench.slab()
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert all("another process" in why for why in engine.write(bench.batch(filled(1), [(slab, 0)])))
