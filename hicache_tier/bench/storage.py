@@ -99,6 +99,7 @@ def command(  # noqa: PLR0917 - click passes options by name
                 bench.close()
         result["bookkeeping"] = bookkeeping(root, repeats)
         result["opening"] = opening(root, slots, 3)
+    _compare(result["rows"])
     if as_json:
         print_json(result)
     else:
@@ -115,6 +116,17 @@ def _engines(root: Path, asked: str) -> tuple[list[str], list[dict[str, Any]]]:
     usable = {row["engine"] for row in rows if row["usable"]}
     names = [name for name in ("posix", "nixl", "kvikio") if name in usable]
     return names, [row for row in rows if not row["usable"]]
+
+
+def _compare(rows: list[dict[str, Any]]) -> None:
+    """Add to each row what it is of `posix`: both measured as ratios to the bare loop in turn with them."""
+    what = ("direction", "page_nbytes", "mode", "checksums")
+    posix = {
+        tuple(row[name] for name in what): row["ratio_to_bare"] for row in rows if row["engine"] == "posix"
+    }
+    for row in rows:
+        base = posix.get(tuple(row[name] for name in what))
+        row["ratio_to_posix"] = row["ratio_to_bare"] / base if base else None
 
 
 class _progress:  # noqa: N801 - used as a function
@@ -155,6 +167,7 @@ def _print(result: dict[str, Any]) -> None:
                 ">GB/s",
                 ">bare GB/s",
                 ">ratio",
+                ">of posix",
                 ">CPU us/page",
                 ">CPU ratio",
             ],
@@ -168,6 +181,7 @@ def _print(result: dict[str, Any]) -> None:
                     f"{row['gb_s']:.2f}",
                     f"{row['bare_gb_s']:.2f}",
                     f"{row['ratio_to_bare']:.2f}",
+                    f"{row['ratio_to_posix']:.2f}" if row["ratio_to_posix"] else "",
                     f"{row['cpu_us_per_page']:.0f}",
                     f"{row['cpu_ratio_to_bare']:.2f}",
                 )

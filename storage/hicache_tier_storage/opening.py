@@ -6,18 +6,16 @@ import logging
 import os
 import re
 import resource
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import humanfriendly
-
-from hicache_tier.errors import InvalidArgumentError, NotAStoreError, StoreError, StoreFullError
+from hicache_tier.errors import InvalidArgumentError, NotAStoreError, StoreError
 from hicache_tier.geometry import KVGeometry, PoolKind
 from hicache_tier.layout import Layout
 
+from .asked_capacity import parse_capacity
 from .capacity import LOCK_NAME, RootBudget, partition_paths
 from .creation import lock_partition, refuse_link
 from .foreign import ForeignPages
@@ -39,45 +37,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 VERIFY = ("suspect", "always")
-_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]i?b?|b|bytes?)?\s*", re.IGNORECASE)
-_DEFAULT_CAPACITY_NBYTES = 64 << 30
-
-
-def parse_capacity(value: object, root: Path) -> int:
-    """Bytes of a number, of text such as `"100 GiB"`, or None for the default.
-
-    That is 64 GiB, at most a quarter of what is free or held by this root already, so that it stays what it
-    is when the root is opened again.
-    """
-    if value is None:
-        existing = root
-        while not existing.exists():
-            existing = existing.parent
-        free = shutil.disk_usage(existing).free + _held_nbytes(root)
-        if not free:
-            raise StoreFullError(f"the file system of {root} has no free space; nothing can be stored there.")
-        return min(_DEFAULT_CAPACITY_NBYTES, free // 4)
-    if isinstance(value, str):
-        if not _SIZE.fullmatch(value):
-            raise InvalidArgumentError(f"capacity_bytes {value!r} is not a size such as '100 GiB'.")
-        nbytes = humanfriendly.parse_size(value)
-    elif hasattr(value, "__index__") and not isinstance(value, bool):
-        nbytes = value.__index__()
-    else:
-        raise InvalidArgumentError(f"capacity_bytes must be bytes or text such as '100 GiB', got {value!r}.")
-    if nbytes <= 0:
-        raise InvalidArgumentError(f"capacity_bytes must be above 0, got {value!r}.")
-    return int(nbytes)
-
-
-def _held_nbytes(root: Path) -> int:
-    """Bytes of disk that the files under a root take."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with suppress(OSError):
-                total += Path(folder, name).lstat().st_blocks * 512
-    return total
 
 
 def check_root(root: Path, *, create: bool) -> None:

@@ -21,7 +21,7 @@ from hicache_tier.testing.store_rig import (
     writer_of,
 )
 from hicache_tier_storage import posix, vectors
-from hicache_tier_storage.opening import parse_capacity
+from hicache_tier_storage.asked_capacity import parse_capacity
 
 STATE_NBYTES = 300 << 10  # journal, state block and documents of a partition
 
