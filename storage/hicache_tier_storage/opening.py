@@ -22,9 +22,10 @@ from .foreign import ForeignPages
 from .identity import Identity
 from .locks import let_go
 from .metadata import group_document, plain_group_document, read_attributes, write_document
+from .placement import distinct_roots, split_capacity
 from .posix import PosixEngine
 from .probe import check_engine, choose_engine, is_network, one_of
-from .roots import distinct_roots, open_roots, split_capacity
+from .roots import open_roots
 from .slab import FileCache
 from .state import boot_id
 from .store import PageStore

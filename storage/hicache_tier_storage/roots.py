@@ -7,7 +7,6 @@ by their keys; where a page is, is looked up in the indexes of all. A batch is u
 from __future__ import annotations
 
 import logging
-import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,11 @@ from typing import TYPE_CHECKING, Any
 from hicache_tier.errors import (
     ClosedError,
     FormatVersionError,
-    HiCacheTierError,
-    InvalidArgumentError,
     NotAStoreError,
     StoreError,
 )
 
 from .keys import PageKey, normalise_keys
-from .medium import existing_parent
 from .placement import Placement
 from .putter import Offer
 from .status import PageStatus, failed
@@ -236,42 +232,6 @@ def _by_key(
     names: list[bytes], verb: Callable[[PageStore, list[bytes]], list[PageStatus]]
 ) -> Callable[[PageStore, list[int]], list[PageStatus]]:
     return lambda store, rows: verb(store, [names[row] for row in rows])
-
-
-def distinct_roots(paths: Sequence[Path]) -> list[Path]:
-    """Refuse an empty list, and directories of which one is or contains another.
-
-    Raises
-    ------
-    InvalidArgumentError
-    """
-    if not paths:
-        raise InvalidArgumentError("root must name one directory at least, got an empty list.")
-    real = [path.resolve() for path in paths]
-    for at, one in enumerate(real):
-        for other in real[at + 1 :]:
-            if one == other or one in other.parents or other in one.parents:
-                raise InvalidArgumentError(f"roots must lie apart, got {one} and {other}.")
-    return list(paths)
-
-
-def split_capacity(paths: Sequence[Path], total_nbytes: int | None) -> dict[Path, int | None]:
-    """Share a capacity out by the sizes of the file systems; None: each root's own default."""
-    if total_nbytes is None:
-        return dict.fromkeys(paths)
-    sizes = [_size(path) for path in paths]
-    known = [size for size in sizes if size]
-    middle = sum(known) // len(known) if known else 1
-    sizes = [size or middle for size in sizes]
-    return {path: total_nbytes * size // sum(sizes) for path, size in zip(paths, sizes, strict=True)}
-
-
-def _size(path: Path) -> int:
-    """Return the bytes of a file system, 0 where they cannot be had: opening the root says what is wrong."""
-    try:
-        return shutil.disk_usage(existing_parent(path)).total
-    except (OSError, HiCacheTierError):
-        return 0
 
 
 def open_roots(paths: Sequence[Path], open_root: Callable[[Path], PageStore]) -> PageStore:

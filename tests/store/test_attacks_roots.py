@@ -20,7 +20,7 @@ import pytest
 from hicache_tier.errors import StoreError
 from hicache_tier.testing.array_pool import keys_of
 from hicache_tier.testing.store_rig import CAPACITY_NBYTES, StoreRig, paths_of, slab_of, writer_of
-from hicache_tier_storage import capacity, growth, opening, writer
+from hicache_tier_storage import asked_capacity, capacity, growth, writer
 from hicache_tier_storage.capacity import writer_lock
 from hicache_tier_storage.foreign import ForeignPages
 from hicache_tier_storage.locks import RootBusyError
@@ -366,7 +366,7 @@ def test_the_default_capacity_stays_what_it_was(memory_path, keys, monkeypatch):
         used = sum(path.stat().st_blocks * 512 for path in memory_path.rglob("*") if path.is_file())
         return SimpleNamespace(total=disk, used=used, free=disk - used)
 
-    monkeypatch.setattr(opening.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(asked_capacity.shutil, "disk_usage", disk_usage)
     shop = StoreRig(memory_path / "root")
     seen = set()
     for turn in range(3):

@@ -17,9 +17,9 @@ from hicache_tier.testing.array_pool import keys_of
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier.testing.store_rig import CAPACITY_NBYTES, StoreRig
 from hicache_tier_storage import open_store
-from hicache_tier_storage.placement import Placement
+from hicache_tier_storage.placement import Placement, split_capacity
 from hicache_tier_storage.posix import PosixEngine
-from hicache_tier_storage.roots import SeveralRoots, split_capacity
+from hicache_tier_storage.roots import SeveralRoots
 
 NAMES = ("one", "two", "three")
 
