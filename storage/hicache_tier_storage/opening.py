@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import resource
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,8 +264,10 @@ def _engine(
 ) -> ByteEngine:
     if not isinstance(engine, str):
         return engine
-    if read_only:
-        return PosixEngine(direct=False, threads=threads)  # a probe would have to write
+    if read_only:  # a probe would have to write
+        if engine in {"auto", "posix"}:
+            return PosixEngine(direct=False, threads=threads)
+        return choose_engine(Path(tempfile.gettempdir()), engine, "buffered", threads)
     return choose_engine(path, engine, io_mode, threads)
 
 

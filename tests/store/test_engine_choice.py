@@ -80,6 +80,14 @@ class TestNixl:
         assert rig.get(store, keys) == ["loaded"] * 20
         rig.close()
 
+    def test_insisted_on_by_a_reader(self, tmp_path):
+        rig = StoreRig(tmp_path / "root")
+        rig.put(rig.open(), keys_of("reader", 20))
+        reader = rig.open(engine="nixl", read_only=True)
+        assert reader.stats()["engine"] == "nixl"
+        assert rig.get(reader, keys_of("reader", 20)) == ["loaded"] * 20
+        rig.close()
+
     def test_what_one_engine_wrote_the_other_reads(self, tmp_path):
         keys = keys_of("both", 20)
         for writer, reader in (("nixl", "posix"), ("posix", "nixl")):
