@@ -76,17 +76,23 @@ class TestReal(Engine):
 
 
 class Store(PageStoreSuite):
+    @pytest.fixture
+    def shared_engine(self):
+        self.engine = KvikioEngine(direct=False, threads=2, min_piece_nbytes=1)
+        yield
+        self.engine.close()
+
     def open_store(self, root):
         room = 256 * max(8192, self.geometry.page_nbytes)
-        engine = KvikioEngine(direct=False, threads=2, min_piece_nbytes=1)
-        return open_store(root, self.geometry, self.layout, capacity_bytes=room, engine=engine)
+        return open_store(root, self.geometry, self.layout, capacity_bytes=room, engine=self.engine)
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("stand_in", "shared_engine")
 class TestStoreOnStandIn(Store):
     pass
 
 
+@pytest.mark.usefixtures("shared_engine")
 class TestStoreOnReal(Store):
     pytestmark = needs_kvikio
 

@@ -34,10 +34,15 @@ DRIVER = Path(__file__).with_name("kill_rounds.py")
 
 
 class TestStoreOnNixl(PageStoreSuite):
+    @pytest.fixture(autouse=True)
+    def shared_engine(self):
+        self.engine = NixlEngine(direct=False, threads=2, min_piece_nbytes=1)
+        yield
+        self.engine.close()
+
     def open_store(self, root):
         room = 256 * max(8192, self.geometry.page_nbytes)
-        engine = NixlEngine(direct=False, threads=2, min_piece_nbytes=1)
-        return open_store(root, self.geometry, self.layout, capacity_bytes=room, engine=engine)
+        return open_store(root, self.geometry, self.layout, capacity_bytes=room, engine=self.engine)
 
 
 @pytest.fixture(params=QUEUES)
@@ -174,6 +179,7 @@ def test_slots_of_a_write_that_never_ended_are_set_aside(tmp_path, monkeypatch):
     assert not late & set(store._core.index.values())
     assert rig.get(store, keys) == ["loaded"] * 40
     rig.close()
+    engine.close()
     again = StoreRig(tmp_path)
     assert again.get(again.open(), keys) == ["loaded"] * 40
     again.close()
@@ -211,6 +217,7 @@ for turn in range(10_000 // 300 + 1):
     counts.append(len(os.listdir("/proc/self/fd")))
 print(json.dumps({"bad": bad, "fds": counts, "retried": engine.retried_pages}))
 rig.close()
+engine.close()
 print(json.dumps({"left": len(os.listdir("/proc/self/fd"))}))
 """
 
