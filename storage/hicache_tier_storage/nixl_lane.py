@@ -67,14 +67,23 @@ class NixlLane:
 
         The plug-in keeps nothing of memory, so a hull that spans more than the pools costs nothing, and
         a pool is registered once and not a batch.
+
+        Raises
+        ------
+        LaneError
         """
         if self._memory is not None:
             if self._low <= low and high <= self._high:
                 return
             low, high = min(low, self._low), max(high, self._high)
-            self._agent.deregister_memory(self._memory, self._backends)
-            self._memory = None
-        self._memory = self._agent.register_memory([(low, high - low, 0, "")], "DRAM", self._backends)
+        old, self._memory = self._memory, None
+        try:
+            if old is not None:
+                self._agent.deregister_memory(old, self._backends)
+            self._memory = self._agent.register_memory([(low, high - low, 0, "")], "DRAM", self._backends)
+        except Exception as error:
+            self.usable = False
+            raise LaneError(f"memory was not registered: {error}") from error
         self._low, self._high = low, high
 
     def transfer(self, pieces: Descriptors, files: dict[int, int], *, write: bool) -> None:
