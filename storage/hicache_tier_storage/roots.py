@@ -84,6 +84,15 @@ class SeveralRoots(PageStore):
         tables = self._tables()
         return [any(key in table for table in tables) for key in normalise_keys(keys)]
 
+    def touch(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Make pages as recent as a read would, wherever they are; tell for each whether it is present."""
+        names = normalise_keys(keys)
+        there = [False] * len(names)
+        for store, rows in zip(self._stores, self._places(names), strict=True):
+            for row, present in zip(rows, store.touch([names[row] for row in rows]), strict=True):
+                there[row] = present
+        return there
+
     def __len__(self) -> int:
         found: set[bytes] = set()
         for table in self._tables():

@@ -20,6 +20,7 @@ from hicache_tier_storage import open_store
 from hicache_tier_storage.placement import Placement, split_capacity
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.roots import SeveralRoots
+from hicache_tier_storage.store import PageStore
 
 NAMES = ("one", "two", "three")
 
@@ -276,6 +277,19 @@ def test_pin_and_delete_find_their_root(rig, keys):
     assert [s.reason for s in store.unpin(keys[:10])] == ["unpinned"] * 10
     assert [s.reason for s in store.delete(keys[:10])] == ["deleted"] * 10
     assert store.match_prefix(keys[:10]) == 0
+
+
+def test_touch_tells_what_is_there(rig, keys):
+    store = rig.open()
+    rig.put(store, keys[:20])
+    assert store.touch([*keys[:20], b"absent"]) == [True] * 20 + [False]
+
+
+def test_every_method_of_a_store_is_there_for_several():
+    """Nothing is inherited that would look into fields that only a store on one root has."""
+    public = {name for name, value in vars(PageStore).items() if callable(value) and name[0] != "_"}
+    own = vars(SeveralRoots).keys()
+    assert public - own == {"tables"}
 
 
 def test_a_reader_follows_several_roots(rig, keys):
