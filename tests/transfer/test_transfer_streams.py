@@ -161,7 +161,9 @@ def test_no_engine_likes_it(engines, pools):
     device, host = pools
     for engine in engines.values():
         engine.ok = False
-    with pytest.raises(UnsupportedTransferError, match="first does not like it; second: second does not like it"):
+    with pytest.raises(
+        UnsupportedTransferError, match="first does not like it; second: second does not like it"
+    ):
         backup(device, host, [0], [0])
 
 
