@@ -80,7 +80,7 @@ class Live:
         return page_bytes(key, self.geometry.page_nbytes)
 
 
-@pytest.fixture(scope="session", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=CASES, ids=str)  # not longer: other tests patch what its thread uses
 def live(request, tmp_path_factory):
     layout, geometry = CASES[request.param]
     root = tmp_path_factory.mktemp("live") / "store"
