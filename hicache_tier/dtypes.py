@@ -6,11 +6,10 @@ dtype in the store's attributes.
 
 from __future__ import annotations
 
-import difflib
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from .errors import InvalidArgumentError
+from .errors import not_known
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +56,4 @@ class DType(Enum):
             if member.label == name:
                 return member
         allowed = [member.label for member in cls]
-        near = difflib.get_close_matches(name, allowed, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise InvalidArgumentError(f"dtype {value!r} is not known.{hint} Allowed: {', '.join(allowed)}.")
+        raise not_known("dtype", value, allowed, name)

@@ -7,7 +7,11 @@ code without knowledge of this package would catch.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import difflib
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class HiCacheTierError(Exception):
@@ -20,6 +24,13 @@ class InvalidArgumentError(HiCacheTierError, ValueError):
     """An argument is wrong; nothing was touched. The message names what is allowed."""
 
     kind = "invalid_argument"
+
+
+def not_known(noun: str, value: object, allowed: Sequence[str], near: str = "") -> InvalidArgumentError:
+    """Return the error for a name that is not one of `allowed`; it suggests the one nearest to `near`."""
+    close = difflib.get_close_matches(near or str(value), allowed, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return InvalidArgumentError(f"{noun} {value!r} is not known.{hint} Allowed: {', '.join(allowed)}.")
 
 
 class UnsupportedTransferError(HiCacheTierError, ValueError):

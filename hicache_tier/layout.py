@@ -8,13 +8,12 @@ Axes: `p` page, `l` layer, `t` token (row of a page), `h` head, `d` dim.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING
 
-from .errors import InvalidArgumentError
+from .errors import not_known
 
 if TYPE_CHECKING:
     from .geometry import Component, KVGeometry, PoolKind
@@ -77,9 +76,7 @@ class Layout(Enum):
         allowed = [member.value for member in cls]
         if value in allowed:
             return cls(value)
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise InvalidArgumentError(f"layout {value!r} is not known.{hint} Allowed: {', '.join(allowed)}.")
+        raise not_known("layout", value, allowed)
 
     @property
     def host_axes(self) -> str:

@@ -8,7 +8,7 @@ from enum import Enum
 from math import isfinite
 from typing import TYPE_CHECKING, Self, TypedDict
 
-from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.errors import InvalidArgumentError, not_known
 from hicache_tier.geometry import positive
 
 if TYPE_CHECKING:
@@ -26,11 +26,7 @@ class _Named(Enum):
         allowed = [member.value for member in cls]
         if value in allowed:
             return cls(value)
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise InvalidArgumentError(
-            f"{cls._noun()} {value!r} is not known.{hint} Allowed: {', '.join(allowed)}."
-        )
+        raise not_known(cls._noun(), value, allowed)
 
     @classmethod
     def _noun(cls) -> str:
