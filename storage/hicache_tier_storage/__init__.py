@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from .engine import ByteEngine, PageBatch
 from .opening import open_store
+from .payload import HostPages
 from .pool_set import match_pools, usable_prefix
 from .status import PageStatus
-from .store import HostPages, PageStore
+from .store import PageStore
 
 __all__ = [
     "ByteEngine",

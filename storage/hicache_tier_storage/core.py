@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from .engine import ByteEngine
     from .foreign import ForeignPages
+    from .payload import Payload
     from .putter import Claim
     from .status import PageStatus
 
@@ -110,6 +111,11 @@ class StoreCore:
         """Wait under the lock for calls in flight; return how many are left after `timeout` seconds."""
         self._idle.wait_for(lambda: self._users == 0, timeout)
         return self._users
+
+    def engine_for(self, payload: Payload) -> ByteEngine:
+        """Return what moves these pages."""
+        del payload
+        return self.engine
 
     def refresh(self) -> None:
         """Follow other writers, if it is time and nobody else is at it. Takes the lock itself."""

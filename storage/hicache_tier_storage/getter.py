@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .checksum import page_checksum
-from .engine import PageBatch, moved
 from .partition import Partition, ReaderPartition
+from .payload import Places, Sums
 from .record import (
     CHECKSUM_NONE,
     CHECKSUM_XXH3,
@@ -32,12 +31,12 @@ _LOOK_S = 0.0002
 _CONSTANT = slice(GENERATION_WORD + 1, SEQUENCE_WORD + 1)  # words that tell one commit from another
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     from .core import StoreCore
+    from .payload import Payload
 
     _Place: TypeAlias = tuple[Partition, NDArray[np.int64], NDArray[np.int64]]  # rows of a request, slots
 
@@ -49,16 +48,14 @@ class Request:
     Attributes
     ----------
     keys : list of bytes
-    addresses : uint64 [n, F]
-    nbytes : uint64 [F]
+    payload : Payload
     status : list of PageStatus
     missed : list of int
         Rows that were not loaded from where they were looked for; some may have been since.
     """
 
     keys: list[bytes]
-    addresses: NDArray[np.uint64]
-    nbytes: NDArray[np.uint64]
+    payload: Payload
     status: list[PageStatus]
     missed: list[int] = field(default_factory=list)
 
@@ -93,11 +90,9 @@ class Getter:
         self._verify_always = verify_always
         self._verify_foreign = verify_foreign
 
-    def get(
-        self, keys: list[bytes], addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]
-    ) -> list[PageStatus]:
+    def get(self, keys: list[bytes], payload: Payload) -> list[PageStatus]:
         """Read pages to memory; one verdict a page."""
-        request = Request(keys, addresses, nbytes, [ABSENT] * len(keys))
+        request = Request(keys, payload, [ABSENT] * len(keys))
         found = self._find(keys)
         self._read_all(found, request)
         if request.missed:
@@ -236,14 +231,13 @@ class Getter:
         if not len(found.slots):
             return
         suspect = self._suspects(found)
-        wrong: set[int] = set()
-        shape = partition.facts.shape
+        sums = _sums(found, request, suspect) if suspect.any() else None
         files, offsets = partition.locate(found.slots)
-        addresses = request.addresses[found.rows]
-        batch = PageBatch(files, offsets, addresses, request.nbytes, shape.page_nbytes, shape.stride)
-        if suspect.any():
-            batch.hook = _verifier(found, request, batch, suspect, wrong)
-        reasons = moved(self._core.engine, batch, write=False)
+        payload = request.payload.take(found.rows)
+        reasons = payload.move(
+            self._core.engine_for(payload), Places(files, offsets, partition.facts.shape), sums, write=False
+        )
+        wrong = _wrong(found, sums) if sums is not None else set()
         self._judge(found, reasons, wrong, request, lost)
         if suspect.any():
             checked = [i for i in np.flatnonzero(suspect).tolist() if i not in wrong and not reasons[i]]
@@ -388,21 +382,17 @@ class Getter:
         return same
 
 
-def _verifier(
-    found: _Found, request: Request, batch: PageBatch, suspect: NDArray[np.bool_], wrong: set[int]
-) -> Callable[[int, int], None]:
-    """Return a hook that notes, in `wrong`, pages whose checksum is not their record's."""
+def _sums(found: _Found, request: Request, suspect: NDArray[np.bool_]) -> Sums:
+    """Ask for the checksums of suspect pages."""
+    wanted, rows = suspect.tolist(), found.rows.tolist()
+    seeds = [
+        checksum_seed(request.keys[row]) if asked else 0 for row, asked in zip(rows, wanted, strict=True)
+    ]
+    return Sums(seeds, wanted, np.zeros(len(rows), np.uint64))
+
+
+def _wrong(found: _Found, sums: Sums) -> set[int]:
+    """Return the pages whose checksum, if it was asked for, is not their record's."""
     records = as_records(found.words)
-    addresses, lengths = batch.addresses.tolist(), batch.nbytes.tolist()
-    sums, kinds = records["checksum"].tolist(), records["algorithm"].tolist()
-    flags, rows = suspect.tolist(), found.rows.tolist()
-
-    def hook(first: int, last: int) -> None:
-        for i in range(first, last):
-            if flags[i]:
-                seed = checksum_seed(request.keys[rows[i]])
-                known = kinds[i] == CHECKSUM_XXH3
-                if not known or page_checksum(addresses[i], lengths, seed) != sums[i]:
-                    wrong.add(i)
-
-    return hook
+    bad = (records["algorithm"] != CHECKSUM_XXH3) | (records["checksum"] != sums.values)
+    return set(np.flatnonzero(bad & np.array(sums.wanted)).tolist())

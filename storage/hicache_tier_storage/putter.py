@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.ma  # np.unique would import it at its first call, when a fork may be under way
 
-from .checksum import page_checksum
-from .engine import PageBatch, moved
-from .record import CHECKSUM_XXH3, FLAG_PINNED, checksum_seed, key_field, new_records
+from .payload import Places, Sums
+from .record import CHECKSUM_XXH3, FLAG_FROM_GPU, FLAG_PINNED, checksum_seed, key_field, new_records
 from .slab import SlabDamagedError
 from .status import ALREADY_STORED, STORED, PageStatus, failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from .core import StoreCore
+    from .payload import Payload
     from .writer import WriterPartition
 
 _WAIT_S = 30.0  # for another call that stores the same page
@@ -29,7 +29,7 @@ _WAIT_SLICE_S = 1.0
 
 @dataclass(slots=True)
 class Offer:
-    """Pages offered for storing: one row each of everything but `nbytes`.
+    """Pages offered for storing: one row each.
 
     Attributes
     ----------
@@ -38,22 +38,20 @@ class Offer:
         Keys of the parents, those that there are.
     parents : list of int
         First 8 bytes of each page's parent's key as stored, 0 at the root.
-    addresses : uint64 [n, F]
-    nbytes : uint64 [F]
+    payload : Payload
     """
 
     keys: list[bytes]
     parent_keys: Sequence[bytes]
     parents: list[int]
-    addresses: NDArray[np.uint64]
-    nbytes: NDArray[np.uint64]
+    payload: Payload
 
     def take(self, rows: list[int]) -> Offer:
-        """Return the chosen rows."""
+        """Return the chosen rows; `parent_keys` are those of all."""
         if len(rows) == len(self.keys):
             return self
         keys, parents = [self.keys[i] for i in rows], [self.parents[i] for i in rows]
-        return Offer(keys, (), parents, self.addresses[rows], self.nbytes)
+        return Offer(keys, self.parent_keys, parents, self.payload.take(rows))
 
 
 @dataclass(slots=True, eq=False)
@@ -236,7 +234,6 @@ class Putter:
     def _write(self, slots: NDArray[np.int64], offer: Offer, sequence: int, *, pin: bool) -> list[str]:
         """Write payloads and records of allocated slots; "" or a reason for each."""
         core, writer = self._core, self._writer
-        shape = writer.facts.shape
         records = self._records(offer, sequence, pin=pin)
         pending = _Pending(slots, offer, records, np.zeros(len(slots), np.uint64))
         try:
@@ -244,11 +241,15 @@ class Putter:
             files, offsets = writer.locate(slots)
         except SlabDamagedError:
             return self._commit_some(pending, ["slab_dropped"] * len(slots), {})
-        batch = PageBatch(files, offsets, offer.addresses, offer.nbytes, shape.page_nbytes, shape.stride)
+        sums = None
         if self._checksums:
             records["algorithm"] = CHECKSUM_XXH3
-            batch.hook = _checksummer(offer, records["checksum"])
-        reasons = moved(core.engine, batch, write=True)
+            seeds = [checksum_seed(key) for key in offer.keys]
+            sums = Sums(seeds, [True] * len(seeds), records["checksum"])
+        payload = offer.payload
+        reasons = payload.move(
+            core.engine_for(payload), Places(files, offsets, writer.facts.shape), sums, write=True
+        )
         damage = writer.tables.damaged(slots)
         if damage or any(reasons) or not self._commit(pending):
             return self._commit_some(pending, reasons, damage)
@@ -267,7 +268,7 @@ class Putter:
         records["access_s"] = now_ns // 1_000_000_000
         records["parent"] = offer.parents
         records["tokens"] = self._core.geometry.page_tokens
-        records["flags"] = FLAG_PINNED if pin else 0
+        records["flags"] = FLAG_PINNED * pin | FLAG_FROM_GPU * (offer.payload.device is not None)
         return records
 
     def _commit(self, pending: _Pending) -> bool:
@@ -310,16 +311,6 @@ class Putter:
             for at, why in zip(good, again, strict=True):
                 reasons[at] = why
         return reasons
-
-
-def _checksummer(offer: Offer, sums: NDArray[np.uint64]) -> Callable[[int, int], None]:
-    rows, lengths, keys = offer.addresses.tolist(), offer.nbytes.tolist(), offer.keys
-
-    def hook(first: int, last: int) -> None:
-        for at in range(first, last):
-            sums[at] = page_checksum(rows[at], lengths, checksum_seed(keys[at]))
-
-    return hook
 
 
 def _settle_duplicates(keys: list[bytes], status: list[PageStatus]) -> None:

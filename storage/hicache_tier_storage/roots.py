@@ -20,15 +20,16 @@ from hicache_tier.errors import (
 
 from .keys import PageKey, normalise_keys
 from .placement import Placement
-from .putter import Offer
 from .status import PageStatus, failed
-from .store import HostPages, PageStore
+from .store import PageStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import ArrayLike
+
+    from .payload import HostPages
 
 _LOG = logging.getLogger(__name__)
 _THREADS_A_ROOT = 4  # calls under way on one root, beside the one that the caller's thread makes
@@ -127,26 +128,19 @@ class SeveralRoots(PageStore):
         offer = self._stores[0]._offer(keys, host, pages, parents)  # noqa: SLF001 - of its own class
 
         def store(one: PageStore, rows: list[int]) -> list[PageStatus]:
-            part = Offer(
-                [offer.keys[row] for row in rows],
-                offer.parent_keys,
-                [offer.parents[row] for row in rows],
-                offer.addresses[rows],
-                offer.nbytes,
-            )
-            return one._store(part, pin=pin)  # noqa: SLF001 - the same
+            return one._store(offer.take(rows), pin=pin)  # noqa: SLF001 - the same
 
-        with host.in_use():
+        with offer.payload.in_use():
             return self._on_all(offer.keys, store)
 
     def get(self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike) -> list[PageStatus]:
         """Load pages into a host pool, from all roots at once; see `PageStore.get`."""
-        names, addresses, nbytes = self._stores[0]._wanted(keys, host, pages)  # noqa: SLF001 - the same
+        names, payload = self._stores[0]._wanted(keys, host, pages)  # noqa: SLF001 - the same
 
         def load(one: PageStore, rows: list[int]) -> list[PageStatus]:
-            return one._load([names[row] for row in rows], addresses[rows], nbytes)  # noqa: SLF001 - the same
+            return one._load([names[row] for row in rows], payload.take(rows))  # noqa: SLF001 - the same
 
-        with host.in_use():
+        with payload.in_use():
             return self._on_all(names, load)
 
     def _on_all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -15,47 +15,29 @@ from .core import StoreCore
 from .getter import Getter
 from .keeper import Keeper
 from .keys import PageKey, normalise_key, normalise_keys
+from .payloads import payload_of
 from .putter import Offer, Putter
 from .record import key_head
 from .status import ABSENT, DELETED, PageStatus, failed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
 
-    from hicache_tier.geometry import KVGeometry
     from hicache_tier.layout import Layout
 
     from .capacity import RootBudget
     from .engine import ByteEngine
     from .foreign import ForeignPages
     from .identity import Identity
+    from .payload import HostPages, Payload
     from .slab import FileCache
     from .writer import WriterPartition
 
 _LOG = logging.getLogger(__name__)
 _OPEN: weakref.WeakSet[PageStore] = weakref.WeakSet()
-
-
-class HostPages(Protocol):
-    """What the store needs of a host pool."""
-
-    @property
-    def geometry(self) -> KVGeometry:
-        """What a page holds."""
-
-    @property
-    def layout(self) -> Layout:
-        """How the pool orders its axes."""
-
-    def segment_table(self, pages: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Addresses `[n, F]` of each page's segments in stored order, and their lengths `[F]`."""
-
-    def in_use(self) -> AbstractContextManager[object]:
-        """Keep the memory mapped while the block runs."""
 
 
 class PageStore:
@@ -210,7 +192,7 @@ class PageStore:
             Before anything is touched.
         """
         offer = self._offer(keys, host, pages, parents)
-        with host.in_use():
+        with offer.payload.in_use():
             return self._store(offer, pin=pin)
 
     def get(self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike) -> list[PageStatus]:
@@ -234,9 +216,9 @@ class PageStore:
         InvalidArgumentError, ClosedError
             Before anything is touched.
         """
-        wanted = self._wanted(keys, host, pages)
-        with host.in_use():
-            return self._load(*wanted)
+        names, payload = self._wanted(keys, host, pages)
+        with payload.in_use():
+            return self._load(names, payload)
 
     # -- removing and pinning --------------------------------------------------------------------------
 
@@ -388,8 +370,8 @@ class PageStore:
         parent_keys = _parent_keys(names, parents)
         heads = [0 if parent is None else key_head(parent) for parent in parent_keys]
         there = [parent for parent in parent_keys if parent is not None]
-        addresses, nbytes = self._segments(host, pages, len(names))
-        return Offer(names, there, heads, addresses, nbytes)
+        payload = payload_of(host, pages, len(names), self.geometry, self.layout)
+        return Offer(names, there, heads, payload)
 
     def _store(self, offer: Offer, *, pin: bool) -> list[PageStatus]:
         """Store what was checked."""
@@ -400,49 +382,17 @@ class PageStore:
 
     def _wanted(
         self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike
-    ) -> tuple[list[bytes], NDArray[np.uint64], NDArray[np.uint64]]:
-        """Check what is to be loaded; return keys, addresses and lengths."""
+    ) -> tuple[list[bytes], Payload]:
+        """Check what is to be loaded; return keys and where they go."""
         self._core.check_open()
         names = normalise_keys(keys)
-        return names, *self._segments(host, pages, len(names), unique=True)
+        return names, payload_of(host, pages, len(names), self.geometry, self.layout, unique=True)
 
-    def _load(
-        self, names: list[bytes], addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]
-    ) -> list[PageStatus]:
+    def _load(self, names: list[bytes], payload: Payload) -> list[PageStatus]:
         """Load what was checked."""
         self._core.refresh()
         with self._core.session():
-            return self._getter.get(names, addresses, nbytes)
-
-    def _segments(
-        self, host: HostPages, pages: ArrayLike, count: int, *, unique: bool = False
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Check that the pool fits; return its pages' addresses `uint64 [n, F]` and lengths `uint64 [F]`."""
-        if not (hasattr(host, "segment_table") and hasattr(host, "geometry")):
-            raise InvalidArgumentError(f"a host pool is needed, got {type(host).__name__}.")
-        if host.geometry != self.geometry:
-            raise InvalidArgumentError(
-                f"the host pool holds {host.geometry.as_dict()}, the store {self.geometry.as_dict()}."
-            )
-        if host.layout.page_axes != self.layout.page_axes:
-            raise InvalidArgumentError(
-                f"the order of axes differs: the host pool is {host.layout.value}, "
-                f"the store {self.layout.value}."
-            )
-        try:
-            numbers = np.asarray(pages)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"page numbers must be one flat sequence: {error}.") from error
-        if numbers.ndim != 1 or len(numbers) != count:
-            raise InvalidArgumentError(f"{count} keys need as many pages, got shape {numbers.shape}.")
-        if count == 0:
-            return np.empty((0, 1), np.uint64), np.empty(1, np.uint64)
-        if numbers.dtype.kind not in "iu":
-            raise InvalidArgumentError(f"page numbers must be integers, got {numbers.dtype}.")
-        if unique and len(np.unique(numbers)) != count:
-            raise InvalidArgumentError("a page is named twice: two keys cannot be loaded into one page.")
-        addresses, nbytes = host.segment_table(pages)
-        return addresses.astype(np.uint64, copy=False), nbytes.astype(np.uint64, copy=False)
+            return self._getter.get(names, payload)
 
     def _after_fork(self) -> None:
         """Let a child of fork use nothing of its parent's."""

@@ -1,0 +1,142 @@
+"""The pages of one call, wherever they lie: how they are moved, and their checksums on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .checksum import page_checksum
+from .engine import PageBatch, moved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+
+    from hicache_tier.geometry import KVGeometry
+    from hicache_tier.layout import Layout
+
+    from .engine import ByteEngine
+    from .slab import SlabShape, StoreFile
+
+
+class HostPages(Protocol):
+    """What the store needs of a host pool."""
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """What a page holds."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the pool orders its axes."""
+
+    def segment_table(self, pages: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Addresses `[n, F]` of each page's segments in stored order, and their lengths `[F]`."""
+
+    def in_use(self) -> AbstractContextManager[object]:
+        """Keep the memory mapped while the block runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where pages go to, or come from: a file and an offset each."""
+
+    files: list[StoreFile]
+    offsets: NDArray[np.int64]
+    shape: SlabShape
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Checksums that are computed as pages move.
+
+    Attributes
+    ----------
+    seeds : list of int
+    wanted : list of bool
+        Which pages' checksums are asked for.
+    values : uint64 [n]
+        Filled in for those of them that were moved.
+    """
+
+    seeds: list[int]
+    wanted: list[bool]
+    values: NDArray[np.uint64]
+
+
+class Payload(Protocol):
+    """Pages in memory of some kind, one row each.
+
+    Attributes
+    ----------
+    device : int or None
+        Number of the CUDA device that they are on.
+    """
+
+    @property
+    def device(self) -> int | None:
+        """Number of the CUDA device that the pages are on; None in the host's memory."""
+
+    def take(self, rows: Any) -> Payload:  # noqa: ANN401 - what indexes an array
+        """Return the chosen rows."""
+
+    def in_use(self) -> AbstractContextManager[object]:
+        """Keep the memory where it is while the block runs."""
+
+    def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
+        """Write every page to its place, or read it from there; return "" or a reason for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPayload:
+    """Pages of a host pool.
+
+    Attributes
+    ----------
+    host : HostPages
+    addresses : uint64 [n, F]
+    nbytes : uint64 [F]
+    """
+
+    host: HostPages
+    addresses: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+
+    @property
+    def device(self) -> None:
+        """None: they are in the host's memory."""
+        return
+
+    def take(self, rows: Any) -> HostPayload:  # noqa: ANN401 - what indexes an array
+        """Return the chosen rows."""
+        return HostPayload(self.host, self.addresses[rows], self.nbytes)
+
+    def in_use(self) -> AbstractContextManager[object]:
+        """Keep the pool's memory mapped while the block runs."""
+        return self.host.in_use()
+
+    def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
+        """Let the engine move the pages where they lie."""
+        shape = places.shape
+        batch = PageBatch(
+            places.files, places.offsets, self.addresses, self.nbytes, shape.page_nbytes, shape.stride
+        )
+        if sums is not None:
+            batch.hook = summing(batch, sums)
+        return moved(engine, batch, write=write)
+
+
+def summing(batch: PageBatch, sums: Sums) -> Callable[[int, int], None]:
+    """Return a hook that computes the checksums of pages in the host's memory."""
+    rows, lengths = batch.addresses.tolist(), batch.nbytes.tolist()
+    seeds, wanted, values = sums.seeds, sums.wanted, sums.values
+
+    def hook(first: int, last: int) -> None:
+        for at in range(first, last):
+            if wanted[at]:
+                values[at] = page_checksum(rows[at], lengths, seeds[at])
+
+    return hook
