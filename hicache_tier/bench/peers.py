@@ -1,129 +1,122 @@
-"""What the store is measured against: a bare loop over the same slab, and one file a page."""
+"""What the store is measured against besides the bare loop: other ways to keep pages on a disk."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import threading
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+from .errors import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from hicache_tier.host_pool import HostPool
+    from .page_cache import Cache
+    from .storage_cases import StorageShape
 
 
-def page_buffers(host: HostPool, pages: Sequence[int]) -> list[list[memoryview]]:
-    """View each page's segments as buffers, once, so that no peer pays for it."""
-    return [
-        [memoryview((ctypes.c_ubyte * nbytes).from_address(address)) for address, nbytes in row]
-        for row in host.segments(pages)
-    ]
+class Peer(Protocol):
+    """Pages of a shape, kept in another way.
 
-
-class BareLoop:
-    """`pwritev`/`preadv`, one page a call, by `threads` threads over slots of slab files.
-
-    Parameters
-    ----------
-    places : list of (path, offset)
-        Where each page lies.
-    buffers : list of list of memoryview
-        Each page's memory.
-    direct : bool
-        Open with O_DIRECT.
+    A peer is made with `(folder, shape, sources, targets)`: a folder of its own, and the buffers of each page
+    to write and to read into.
     """
 
-    def __init__(
-        self, places: list[tuple[Path, int]], buffers: list[list[memoryview]], *, direct: bool, threads: int
-    ) -> None:
-        self._files = {
-            path: os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
-            for path in {path for path, _ in places}
-        }
-        self._work = [
-            (self._files[path], buffer, offset)
-            for (path, offset), buffer in zip(places, buffers, strict=True)
-        ]
-        self._threads = threads
+    cache: Cache
+    """How it meets the page cache where the shape is measured cold."""
 
-    def write(self) -> None:
-        """Write every page."""
-        self._run(os.pwritev)
+    moves_pages: bool
+    """Whether it moves the pool's pages, so that their bytes can be checked; a load generator has its own."""
 
-    def read(self) -> None:
-        """Read every page."""
-        self._run(os.preadv)
+    def write(self) -> float | None:
+        """Write every page; the seconds where it measures them itself."""
 
-    def _run(self, call: Callable[[int, list[memoryview], int], int]) -> None:
-        def work(first: int) -> None:
-            for fd, buffer, offset in self._work[first :: self._threads]:
-                call(fd, buffer, offset)
+    def read(self) -> float | None:
+        """Read every page; the seconds where it measures them itself."""
 
-        threads = [threading.Thread(target=work, args=(first,)) for first in range(self._threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def close(self) -> None:
-        """Close the files."""
-        for fd in self._files.values():
-            os.close(fd)
-
-
-class FileAPage:
-    """One file a page, in one thread: the I/O of SGLang's file backend (0.5.23).
-
-    A page is flattened into one tensor, written to a file of its own and renamed; it is read into a flat page
-    and copied to its place. What that backend does besides (keys, look-ups, eviction) is left out.
-    """
-
-    def __init__(self, folder: Path, buffers: list[list[memoryview]]) -> None:
-        folder.mkdir()
-        self._paths = [folder / f"page_{number}.bin" for number in range(len(buffers))]
-        self._pages = [[np.frombuffer(segment, np.uint8) for segment in page] for page in buffers]
-
-    def write(self) -> None:
-        """Write every page into a new file."""
-        for path, page in zip(self._paths, self._pages, strict=True):
-            temporary = path.with_suffix(".tmp")
-            np.concatenate(page).tofile(temporary)
-            temporary.replace(path)
-
-    def read(self) -> None:
-        """Read every page."""
-        for path, page in zip(self._paths, self._pages, strict=True):
-            flat = np.empty(sum(len(segment) for segment in page), np.uint8)
-            with path.open("rb", buffering=0) as file:
-                if file.readinto(flat.data) != len(flat):
-                    raise OSError(f"{path} is short")
-            at = 0
-            for segment in page:
-                segment[:] = flat[at : at + len(segment)]
-                at += len(segment)
+    def files(self) -> list[Path]:
+        """Return the files that hold the pages now."""
 
     def remove(self) -> None:
-        """Delete every file."""
-        for path in self._paths:
-            with suppress(FileNotFoundError):
-                path.unlink()
+        """Delete the pages, so that the next write begins from nothing."""
 
-    def drop_cache(self) -> None:
-        """Put the files out of the page cache."""
-        drop_cache(self._paths)
+    def close(self) -> None:
+        """Let go of everything but the files."""
 
 
-def drop_cache(paths: Sequence[Path]) -> None:
-    """Write files back and take them out of the page cache."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+@dataclass(frozen=True, slots=True)
+class PeerKind:
+    """A peer by name: the module whose `why_not` and `make` it is, and what it stands for."""
+
+    name: str
+    home: str
+    what: str
+
+    def why_not(self) -> str:
+        """Return why it cannot be measured on this machine, or ""."""
+        return str(import_module(f"{__package__}.{self.home}").why_not())
+
+    def make(
+        self,
+        folder: Path,
+        shape: StorageShape,
+        sources: Sequence[list[memoryview]],
+        targets: Sequence[list[memoryview]],
+    ) -> Peer:
+        """Make it; the folder is created."""
+        folder.mkdir()
+        peer: Peer = import_module(f"{__package__}.{self.home}").make(folder, shape, sources, targets)
+        return peer
+
+
+PEERS = {
+    kind.name: kind
+    for kind in (
+        PeerKind("file-a-page", "peer_files", "one file a page, as SGLang's file backend does its I/O"),
+        PeerKind("zarr-python", "peer_zarr", "a Zarr v3 array, one chunk a page, no codec"),
+        PeerKind("tensorstore", "peer_tensorstore", "the same array by tensorstore"),
+        PeerKind("nixl", "peer_nixl", "NIXL's POSIX plug-in over one file"),
+        PeerKind("fio", "peer_fio", "fio, psync, as many jobs as threads"),
+    )
+}
+DEFAULT = ("file-a-page", "fio")
+
+
+def chosen_peers(names: Sequence[str]) -> tuple[list[PeerKind], list[dict[str, str]]]:
+    """Return the peers to measure, and those left out with the reason.
+
+    Those that were not named are left out where they cannot be had; one that was named must be there.
+
+    Raises
+    ------
+    BenchError
+        Where one that was named cannot be had.
+    """
+    if "none" in names:
+        return [], []
+    asked = [] if "all" in names else list(names)
+    wanted = asked or (list(PEERS) if names else list(DEFAULT))
+    found, left_out = [], []
+    for name in wanted:
+        why = PEERS[name].why_not()
+        if not why:
+            found.append(PEERS[name])
+        elif name in asked:
+            raise BenchError(f"--peer {name}: {why}.")
+        else:
+            left_out.append({"peer": name, "reason": why})
+    return found, left_out
+
+
+def flat_page(page: Sequence[memoryview]) -> bytes:
+    """Return a page in one piece, as those need it that take no lists of segments."""
+    return bytes(page[0]) if len(page) == 1 else b"".join(page)
+
+
+def spread_page(flat: memoryview, page: Sequence[memoryview]) -> None:
+    """Copy a page in one piece to its segments."""
+    at = 0
+    for segment in page:
+        segment[:] = flat[at : at + len(segment)]
+        at += len(segment)

@@ -112,7 +112,7 @@ def command(  # noqa: PLR0917 - click passes options by name
     if targets and (full or busy or any(axes.values())):
         raise click.UsageError("--targets has cells of its own; give it without --full, --busy or axes.")
     if plot is not None:
-        from .transfer_plot import check_plotting
+        from .plotting import check_plotting
 
         check_plotting()
     if calibrate:

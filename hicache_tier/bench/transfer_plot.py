@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import BenchError
+from .plotting import check_plotting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,17 +12,6 @@ if TYPE_CHECKING:
 
 _COLOURS = {"backup": "#1f77b4", "load_layer": "#d62728", "load": "#ff7f0e", "both": "#2ca02c"}
 _MARKERS = {"layer_first": "o", "page_first": "s", "page_first_direct": "D", "page_head": "^"}
-
-
-def check_plotting() -> None:
-    """Raise `BenchError` naming the extra where matplotlib is not installed."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise BenchError(
-            "--plot needs matplotlib, which is not installed. Use: pip install 'hicache-tier[plot]'."
-        ) from error
-    mpl.use("agg")
 
 
 def plot_ratios(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
