@@ -250,18 +250,26 @@ class HostPool:
     @contextmanager
     def in_use(self) -> Iterator[Self]:
         """Keep the memory mapped within the block (I/O in flight); `close` waits for it to end."""
-        with self._idle:
-            self._check_open()
-            self._users += 1
+        self.begin_use()
         try:
             yield self
         finally:
-            with self._idle:
-                self._users -= 1
-                if not self._users:
-                    self._idle.notify_all()
-                    if self._closed:
-                        self._release()
+            self.end_use()
+
+    def begin_use(self) -> None:
+        """Keep the memory mapped until `end_use`, as `in_use` does for a block; raises where it is closed."""
+        with self._idle:
+            self._check_open()
+            self._users += 1
+
+    def end_use(self) -> None:
+        """End what one `begin_use` began; any thread may."""
+        with self._idle:
+            self._users -= 1
+            if not self._users:
+                self._idle.notify_all()
+                if self._closed:
+                    self._release()
 
     def close(self, timeout: float = 10.0) -> bool:
         """Refuse further use, wait for users, and give the memory back.

@@ -7,9 +7,11 @@ thread that gives back what transfers held once they are over.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,13 +24,20 @@ from hicache_tier_kernels.engine import new_event, new_stream
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_tier_kernels import CopyPlan, Engine, EngineOptions
+    from hicache_tier_kernels import Engine, EngineOptions, Prepared
 
     from .completion import StreamCompletion
+    from .pairing import Turn
 
     Step = tuple[tuple[int, ...], Sequence[int]]
 
 log = logging.getLogger(__name__)
+
+_LAST_WAIT_S = 10.0
+
+_LAYER_PATIENCE_S = 30e-6
+_PATIENCE_S = 250e-6
+"""What submitting may cost the caller of an engine that is not cheap: so much a layer, and so much in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,8 @@ class Job:
     Attributes
     ----------
     engine : Engine
-    plan : CopyPlan
+    turn : Turn
+        The plan of all layers, and what engines prepared for it before.
     steps : sequence
         Layers and their planes, in the order to submit; joined where the engine cannot part them.
     options : EngineOptions
@@ -47,80 +57,127 @@ class Job:
     """
 
     engine: Engine
-    plan: CopyPlan
+    turn: Turn
     steps: Sequence[Step]
     options: EngineOptions
     completion: StreamCompletion
+
+    def prepare(self, stream: torch.cuda.Stream) -> Prepared:
+        """Return what the engine made of the plan, this time or before."""
+        known, key = self.turn.prepared, (self.engine.name, self.options)
+        found = known.get(key)
+        if found is not None:
+            return found
+        plan = self.turn.plan
+        if not plan.indices_on_device:
+            return known.setdefault(key, self.engine.prepare(plan, stream, self.options))
+        if not self.engine.cheap:
+            with torch.cuda.stream(stream):  # waits for what made the page numbers, not for the device
+                plan = plan.on_host()
+        return self.engine.prepare(plan, stream, self.options)
 
 
 class Lane:
     """Transfers of one device in one direction."""
 
     def __init__(self, device: torch.device, op: str) -> None:
-        self._device = device
-        self._streams = (new_stream(device), new_stream(device))
+        self.device = device
+        self.streams = (new_stream(device), new_stream(device))
         self._submitter = _Worker(f"hicache-{op}-submit")
         self._reaper = _Worker(f"hicache-{op}-reap")
 
     def start(self, job: Job) -> None:
         """Begin a transfer behind all that the caller's current stream has been given so far.
 
-        What goes wrong is raised here where the caller's thread submits, and by the completion in any case.
+        The caller's thread submits what costs little: all of it where the engine is cheap, else as much as
+        `patience` allows while nothing else is queued, so that the device need not wait for a thread to wake
+        up. What goes wrong there is raised here, and by the completion in any case.
         """
         begin = new_event()
-        begin.record(torch.cuda.current_stream(self._device))
+        begin.record(torch.cuda.current_stream(self.device))
+        submission = _Submission(self, job, begin)
         if job.engine.cheap:
-            self._submit(job, begin)
+            self._submit(submission, None)
+        elif self._submitter.behind or job.turn.plan.indices_on_device:
+            self._submitter.put(partial(self._submit_quietly, submission))
         else:
-            self._submitter.put(partial(self._submit_quietly, job, begin))
+            patience = min(_PATIENCE_S, _LAYER_PATIENCE_S * len(job.completion.layers))
+            if not self._submit(submission, time.perf_counter() + patience):
+                self._submitter.put(partial(self._submit_quietly, submission))
 
-    def _submit_quietly(self, job: Job, begin: torch.cuda.Event) -> None:
+    def _submit_quietly(self, submission: _Submission) -> None:
         with suppress(BaseException):  # the completion raises it where it is waited for
-            self._submit(job, begin)
+            self._submit(submission, None)
 
-    def _submit(self, job: Job, begin: torch.cuda.Event) -> None:
+    def _submit(self, submission: _Submission, until: float | None) -> bool:
+        """Submit until that time, or to the end; returns whether it came to the end."""
+        completion = submission.job.completion
         try:
-            with torch.cuda.device(self._device):
-                self._enqueue(job, begin)
+            with torch.cuda.device(self.device):
+                if not submission.run(until):
+                    return False
         except BaseException as error:
-            self._abandon(job.completion, error)
+            self._abandon(completion, error)
             raise
-        self._reaper.put(partial(_reap, job.completion))
-
-    def _enqueue(self, job: Job, begin: torch.cuda.Event) -> None:
-        main, completion, steps = self._streams[0], job.completion, job.steps
-        main.wait_event(begin)
-        plan = job.plan
-        if plan.indices_on_device and not job.engine.cheap:
-            with torch.cuda.stream(main):  # waits for what made the page numbers, not for the device
-                plan = plan.on_host()
-        prepared = job.engine.prepare(plan, main, job.options)
-        if not prepared.by_layer:
-            every = tuple(layer for layers, _ in steps for layer in layers)
-            steps = [(every, range(len(job.plan.source.planes)))]
-        streams = self._streams[: min(prepared.streams, len(steps))]
-        for stream in streams[1:]:
-            stream.wait_stream(main)
-        for number, (layers, planes) in enumerate(steps):
-            stream = streams[number % len(streams)]
-            prepared.submit(planes, stream)
-            arrival = new_event()
-            arrival.record(stream)
-            completion.arrive(layers, arrival)
-        for stream in streams[1:]:
-            main.wait_stream(stream)
-        last, over = new_event(), new_event(blocking=True)
-        last.record(main)
-        over.record(main)
-        completion.submitted(last, over, prepared)
+        self._reaper.put(partial(_reap, completion))
+        return True
 
     def _abandon(self, completion: StreamCompletion, error: BaseException) -> None:
         """Let what was submitted come to its end, then say that the transfer failed."""
         try:
-            for stream in self._streams:
+            for stream in self.streams:
                 stream.synchronize()
         finally:
             completion.fail(error)
+
+
+class _Submission:
+    """A job on its way to the device; one thread may go on where another left off."""
+
+    def __init__(self, lane: Lane, job: Job, begin: torch.cuda.Event) -> None:
+        self.job = job
+        self._lane = lane
+        self._begin: torch.cuda.Event | None = begin
+        self._at = 0
+
+    def run(self, until: float | None) -> bool:
+        """Submit steps while their cost fits before `until`; returns whether all are submitted."""
+        if self._begin is not None:
+            self._open(self._begin)
+            self._begin = None
+        prepared, streams, steps = self._prepared, self._streams, self._steps
+        while self._at < len(steps):
+            layers, planes = steps[self._at]
+            if until is not None and time.perf_counter() + prepared.seconds(planes) > until:
+                return False
+            stream = streams[self._at % len(streams)]
+            prepared.submit(planes, stream)
+            arrival = new_event()
+            arrival.record(stream)
+            self.job.completion.arrive(layers, arrival)
+            self._at += 1
+        main = streams[0]
+        for stream in streams[1:]:
+            main.wait_stream(stream)
+        if len(streams) > 1:
+            arrival = new_event()
+            arrival.record(main)
+        over = new_event(blocking=True)
+        over.record(main)
+        self.job.completion.submitted(arrival, over, prepared)
+        return True
+
+    def _open(self, begin: torch.cuda.Event) -> None:
+        job, main = self.job, self._lane.streams[0]
+        main.wait_event(begin)
+        self._prepared = prepared = job.prepare(main)
+        self._steps = job.steps
+        if not prepared.by_layer and len(job.steps) > 1:
+            layers = tuple(layer for layers, _ in job.steps for layer in layers)
+            self._steps = [(layers, range(len(job.turn.plan.source.planes)))]
+        self._streams = self._lane.streams[: min(prepared.streams, len(self._steps))]
+        for stream in self._streams[1:]:
+            stream.wait_stream(main)
 
 
 @cache
@@ -138,13 +195,19 @@ def _reap(completion: StreamCompletion) -> None:
 
 
 class _Worker:
-    """A thread that does one thing after another; it ends with the process."""
+    """A thread that does one thing after another; before the process ends it does what is queued."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._given = self._done = 0
+
+    @property
+    def behind(self) -> bool:
+        """Whether a task is queued or under way."""
+        return self._given != self._done
 
     def put(self, task: Callable[[], None]) -> None:
         """Queue a task."""
@@ -153,13 +216,21 @@ class _Worker:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                     self._thread.start()
+                    atexit.register(self._stop)  # a thread in CUDA when the interpreter goes would abort it
+        with self._starting:
+            self._given += 1
         self._tasks.put(task)
 
+    def _stop(self) -> None:
+        self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.join(_LAST_WAIT_S)
+
     def _run(self) -> None:
-        while True:
-            task = self._tasks.get()
+        while (task := self._tasks.get()) is not None:
             try:
                 task()
             except Exception:  # one transfer's trouble must not keep the pages of the next
                 log.exception("%s: a task failed", self._name)
+            self._done += 1
             del task  # holds a transfer, which may hold a pool

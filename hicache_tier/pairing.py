@@ -1,10 +1,13 @@
-"""Two pools seen together: which planes of theirs belong to each other."""
+"""Two pools seen together: which planes belong to each other, and what was made ready for copies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
+from hicache_tier_kernels import CopyPlan
 from hicache_tier_kernels.memo import PairMemo
 
 from .errors import InvalidArgumentError
@@ -12,7 +15,7 @@ from .errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_tier_kernels import RowMap
+    from hicache_tier_kernels import EngineOptions, Prepared, RowMap
 
     from .device_pool import DevicePool
     from .host_pool import HostPool
@@ -20,7 +23,40 @@ if TYPE_CHECKING:
     from .paths import Path
 
 
+_NAMES = ("device_pages", "host_pages")
+
+
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Page numbers that were checked, and what engines made ready for them.
+
+    An engine that loads layer by layer gives the same numbers again and again; whatever was found out about
+    them holds for all of these calls.
+
+    Attributes
+    ----------
+    plan : CopyPlan
+        Of all layers that the device pool owns; page numbers on the CPU are copies of its own.
+    prepared : dict
+        By engine and options.
+    paths : dict
+        By backend, engine asked for, and whether all layers go together.
+    """
+
+    plan: CopyPlan
+    prepared: dict[tuple[str, EngineOptions], Prepared] = field(default_factory=dict)
+    paths: dict[tuple[str, str | None, bool], Path] = field(default_factory=dict)
+
+    def is_for(self, source_pages: torch.Tensor, destination_pages: torch.Tensor, *, checked: bool) -> bool:
+        """Return whether these are the same page numbers, and were checked if they must be."""
+        return (
+            (self.plan.check_indices or not checked)
+            and _same(self.plan.source_pages, source_pages)
+            and _same(self.plan.destination_pages, destination_pages)
+        )
+
+
+@dataclass(slots=True, eq=False)
 class Pair:
     """The row maps of some layers of two pools, and what was found out about copies between them.
 
@@ -29,32 +65,56 @@ class Pair:
     source, destination : RowMap
     layers : tuple[int, ...]
         Global numbers.
+    names : tuple[str, str]
+        What callers call page numbers of the source and of the destination.
     paths : dict
-        Paths that were chosen, by the kind of pages.
+        What the path table says, by backend, and paths that were chosen, by the kind of pages.
     """
 
     source: RowMap
     destination: RowMap
     layers: tuple[int, ...]
+    names: tuple[str, str]
     paths: dict[object, Path] = field(default_factory=dict)
-    _steps: dict[int, list[Step]] = field(default_factory=dict)
+    _steps: dict[tuple[tuple[int, ...], int], list[Step]] = field(default_factory=dict)
+    _last: Turn | None = None
 
-    def steps(self, together: int) -> list[Step]:
-        """Return layers and their planes, `together` layers a step; planes are component-major."""
-        found = self._steps.get(together)
+    def turn(self, source_pages: torch.Tensor, destination_pages: torch.Tensor, *, check: bool) -> Turn:
+        """Check page numbers and return what is known of them: the last ones are remembered.
+
+        Raises
+        ------
+        InvalidArgumentError
+            As `CopyPlan`.
+        """
+        last = self._last
+        if last is not None and last.is_for(source_pages, destination_pages, checked=check):
+            return last
+        own = _own(source_pages), _own(destination_pages)
+        turn = Turn(CopyPlan(self.source, self.destination, *own, check, self.names))
+        if not turn.plan.indices_on_device:  # those cannot be compared without waiting for the device
+            self._last = turn
+        return turn
+
+    def page_nbytes(self, layers: tuple[int, ...]) -> int:
+        """Return the bytes of one page in some of the layers."""
+        return self.source.page_nbytes * len(layers) // len(self.layers)
+
+    def steps(self, layers: tuple[int, ...], together: int) -> list[Step]:
+        """Return some of the layers and their planes, `together` layers a step; planes component-major."""
+        found = self._steps.get((layers, together))
         if found is None:
-            found = self._steps.setdefault(together, self._make_steps(together))
+            found = self._steps.setdefault((layers, together), self._make_steps(layers, together))
         return found
 
-    def _make_steps(self, together: int) -> list[Step]:
+    def _make_steps(self, layers: tuple[int, ...], together: int) -> list[Step]:
         count, num_planes = len(self.layers), len(self.source.planes)
+        places = [self.layers.index(layer) for layer in layers]
         steps: list[Step] = []
-        for first in range(0, count, together):
-            last = min(first + together, count)
-            planes = tuple(
-                plane for part in range(0, num_planes, count) for plane in range(part + first, part + last)
-            )
-            steps.append((self.layers[first:last], planes))
+        for first in range(0, len(layers), together):
+            mine = slice(first, first + together)
+            planes = tuple(part + place for part in range(0, num_planes, count) for place in places[mine])
+            steps.append((layers[mine], planes))
         return steps
 
 
@@ -67,9 +127,26 @@ def pair_of(device: DevicePool, host: HostPool, op: str, layers: tuple[int, ...]
     found = known.get((op, layers))
     if found is None:
         ours, theirs = _planes(device, host, layers)
-        maps = device.row_map().select(ours), host.row_map().select(theirs)
-        found = known.setdefault((op, layers), Pair(*(maps if op == "backup" else maps[::-1]), layers))
+        maps, names = (device.row_map().select(ours), host.row_map().select(theirs)), _NAMES
+        if op == "load":
+            maps, names = maps[::-1], names[::-1]
+        found = known.setdefault((op, layers), Pair(*maps, layers, names))
     return found
+
+
+def _same(kept: torch.Tensor, given: torch.Tensor) -> bool:
+    """Return whether page numbers are equal; torch's own comparison would let other threads go first."""
+    return (
+        given.device.type == "cpu"
+        and kept.dtype == given.dtype
+        and kept.shape == given.shape
+        and kept.numpy().tobytes() == given.numpy().tobytes()
+    )
+
+
+def _own(pages: torch.Tensor) -> torch.Tensor:
+    """Return a copy of page numbers on the CPU; the caller may write over his once the call has returned."""
+    return torch.from_numpy(pages.numpy().copy()) if pages.device.type == "cpu" else pages
 
 
 def _planes(device: DevicePool, host: HostPool, layers: tuple[int, ...]) -> tuple[list[int], list[int]]:

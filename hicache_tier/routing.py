@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_tier_kernels import PlanFacts, choose, engine_named, table_for
+from hicache_tier_kernels import CopyPlan, PlanFacts, choose, engine_named, table_for
 
 from .errors import InvalidArgumentError, UnsupportedTransferError
 from .paths import engine_paths
 
 if TYPE_CHECKING:
-    from hicache_tier_kernels import CopyPlan
-
     from .pairing import Pair
     from .paths import Capabilities, Path
 
@@ -32,7 +30,9 @@ def choose_path(  # noqa: PLR0917 - internal
     Parameters
     ----------
     pair : Pair
+        Of the layers that go together.
     plan : CopyPlan
+        Between the same pools; only its page numbers count.
     path : Path
         What `select_path` decided for `io_backend` and `able`.
     io_backend : str
@@ -48,7 +48,7 @@ def choose_path(  # noqa: PLR0917 - internal
     UnsupportedTransferError
         Where none can.
     """
-    facts = PlanFacts.of(plan)
+    facts = PlanFacts.of(plan, (pair.source, pair.destination))
     kind = (
         io_backend,
         engine,
@@ -59,6 +59,8 @@ def choose_path(  # noqa: PLR0917 - internal
     found = pair.paths.get(kind)
     if found is None:
         allowed = engine_paths(path, io_backend, able)
+        numbers = plan.source_pages, plan.destination_pages
+        plan = CopyPlan(pair.source, pair.destination, *numbers, check_indices=False)
         found = pair.paths.setdefault(kind, _pick(allowed, plan, facts, path, engine))
     return found
 

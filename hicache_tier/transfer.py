@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hicache_tier_kernels import CopyPlan, EngineOptions, engine_named, run_reference
+from hicache_tier_kernels import EngineOptions, engine_named, run_reference
 
 from .allocator import page_tensor
 from .completion import Completion, StreamCompletion
@@ -22,13 +21,14 @@ from .routing import choose_path
 if TYPE_CHECKING:
     import torch
 
-    from .pairing import Pair
+    from .pairing import Pair, Turn
     from .paths import Capabilities, Path
 
 __all__ = ["Completion", "TransferOptions", "backup", "explain", "load", "transfer_path"]
 
-GROUP_NBYTES = 2 << 20
-"""Least bytes of one submission of a load; smaller layers go together, and arrive together."""
+GROUP_NBYTES = (2 << 20, 8 << 20)
+GROUPS = 8
+"""Small layers of a load go, and arrive, together: an eighth of the transfer, within these bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class TransferOptions:
 
 
 _DEFAULTS = TransferOptions()
+_ENGINE_DEFAULTS = _DEFAULTS.for_engine()
 
 
 def backup(
@@ -168,9 +169,8 @@ def explain(  # noqa: PLR0917 - as `backup` and `load`
     ours, theirs = page_tensor("device_pages", device_pages), page_tensor("host_pages", host_pages)
     if op == "load":
         ours, theirs = theirs, ours
-    pair = pair_of(device, host, op, device.owned_layers)
-    plan = CopyPlan(pair.source, pair.destination, ours, theirs)
-    return choose_path(pair, plan, path, io_backend, _capabilities(device, host), options.engine)
+    turn = pair_of(device, host, op, device.owned_layers).turn(ours, theirs, check=True)
+    return _choose(device, host, turn, device.owned_layers, path, io_backend, options)
 
 
 def _transfer(  # noqa: PLR0917 - internal, what `backup` and `load` have in common
@@ -182,41 +182,71 @@ def _transfer(  # noqa: PLR0917 - internal, what `backup` and `load` have in com
     io_backend: str,
     options: TransferOptions,
 ) -> Completion:
-    path = transfer_path(device, host, io_backend, op)
-    with ExitStack() as held:
-        held.enter_context(host.in_use())
-        pair = pair_of(device, host, op, layers)
-        plan = CopyPlan(pair.source, pair.destination, *pages, check_indices=options.check_indices)
-        if path.engine != "reference" and plan.count:
-            path = choose_path(pair, plan, path, io_backend, _capabilities(device, host), options.engine)
-            completion = StreamCompletion(path, layers, plan.count, plan.nbytes, held.pop_all().close)
-            _start(path, pair, plan, options, completion)
-            return completion
-        if options.engine not in {None, path.engine} and plan.count:
-            raise InvalidArgumentError(f"engine {options.engine!r} cannot run here: {path.reason}.")
-        if not plan.count:
-            return Completion(path, layers, 0, 0)
-        for _, planes in pair.steps(1 if path.per_layer else len(layers)):
-            run_reference(plan, planes)
-        return Completion(path, layers, plan.count, plan.nbytes)
+    pair = pair_of(device, host, op, device.owned_layers)
+    path = pair.paths.get(io_backend)
+    if path is None:
+        path = pair.paths.setdefault(io_backend, transfer_path(device, host, io_backend, op))
+    host.begin_use()
+    try:
+        turn = pair.turn(*pages, check=options.check_indices)
+        count = turn.plan.count
+        if count and path.engine != "reference":
+            path = _choose(device, host, turn, layers, path, io_backend, options)
+            nbytes = count * pair.page_nbytes(layers)
+            completion = StreamCompletion(path, layers, count, nbytes, host.end_use)
+        else:
+            _run_reference(path, pair, turn, layers, options)
+            host.end_use()
+            return Completion(path, layers, count, count * pair.page_nbytes(layers))
+    except BaseException:
+        host.end_use()
+        raise
+    _start(pair, turn, options, completion)
+    return completion
 
 
-def _start(
-    path: Path,
-    pair: Pair,
-    plan: CopyPlan,
-    options: TransferOptions,
-    completion: StreamCompletion,
+def _run_reference(
+    path: Path, pair: Pair, turn: Turn, layers: tuple[int, ...], options: TransferOptions
 ) -> None:
+    if not turn.plan.count:
+        return
+    if options.engine not in {None, path.engine}:
+        raise InvalidArgumentError(f"engine {options.engine!r} cannot run here: {path.reason}.")
+    for _, planes in pair.steps(layers, 1 if path.per_layer else len(layers)):
+        run_reference(turn.plan, planes)
+
+
+def _choose(  # noqa: PLR0917 - internal
+    device: DevicePool,
+    host: HostPool,
+    turn: Turn,
+    layers: tuple[int, ...],
+    path: Path,
+    io_backend: str,
+    options: TransferOptions,
+) -> Path:
+    """Return the path for page numbers; layers are alike, so the first stands for any one."""
+    key = io_backend, options.engine, len(layers) > 1
+    found = turn.paths.get(key)
+    if found is None:
+        some = pair_of(device, host, path.op, layers if len(layers) > 1 else device.owned_layers[:1])
+        found = choose_path(some, turn.plan, path, io_backend, _capabilities(device, host), options.engine)
+        turn.paths[key] = found
+    return found
+
+
+def _start(pair: Pair, turn: Turn, options: TransferOptions, completion: StreamCompletion) -> None:
+    path, layers = completion.path, completion.layers
     engine = engine_named(path.engine)
-    if not engine.cheap:  # another thread reads them while the caller goes on
-        plan = plan.with_own_pages()
-    count = len(pair.layers)
-    together = max(1, min(count, -(-GROUP_NBYTES * count // max(1, plan.nbytes))))
+    count = len(layers)
+    low, high = GROUP_NBYTES
+    least = min(max(low, completion.nbytes // GROUPS), high)
+    together = min(count, -(-least * count // completion.nbytes))
     if engine.cheap and path.op == "backup":  # nobody waits for single layers: one launch
         together = count
-    device = plan.source.device if path.op == "backup" else plan.destination.device
-    lane_of(device, path.op).start(Job(engine, plan, pair.steps(together), options.for_engine(), completion))
+    device = (pair.source if path.op == "backup" else pair.destination).device
+    asked = _ENGINE_DEFAULTS if options is _DEFAULTS else options.for_engine()
+    lane_of(device, path.op).start(Job(engine, turn, pair.steps(layers, together), asked, completion))
 
 
 def _capabilities(device: DevicePool, host: HostPool) -> Capabilities:

@@ -21,7 +21,6 @@ import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
 
-from .engine import far_side, near_side, to_host
 from .memo import PairMemo
 from .nvrtc import cache_folder
 from .runs import fragments_of
@@ -74,9 +73,13 @@ class PlanFacts:
     on_device: bool = False
 
     @classmethod
-    def of(cls, plan: CopyPlan) -> Self:
-        """Read the facts off a plan."""
-        smallest, whole, window_nbytes = _lengths(near_side(plan), far_side(plan))
+    def of(cls, plan: CopyPlan, maps: tuple[RowMap, RowMap] | None = None) -> Self:
+        """Read the facts off a plan; `maps` are source and destination where only some layers move."""
+        source, destination = maps or (plan.source, plan.destination)
+        backup = source.device.type == "cuda"
+        smallest, whole, window_nbytes = _lengths(
+            *((destination, source) if backup else (source, destination))
+        )
         on_device = plan.indices_on_device
         pages = runs = max(1, plan.count)
         if whole and pages > 1 and smallest < LONG_NBYTES and not on_device:
@@ -84,8 +87,9 @@ class PlanFacts:
             follows = (ours[1:] - ours[:-1] == 1) & (theirs[1:] - theirs[:-1] == 1)
             runs = pages - int(np.count_nonzero(follows))
         nbytes = smallest * pages // runs
-        direction = "backup" if to_host(plan) else "load"
-        return cls(direction, nbytes, max(1, plan.nbytes // nbytes), window_nbytes, on_device)
+        direction = "backup" if backup else "load"
+        count = max(1, plan.count * source.page_nbytes // nbytes)
+        return cls(direction, nbytes, count, window_nbytes, on_device)
 
 
 def _find_lengths(near: RowMap, far: RowMap) -> tuple[int, bool, int]:

@@ -7,6 +7,7 @@ H200), writes likewise (0.955).
 
 from __future__ import annotations
 
+import threading
 from ctypes import c_uint, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -61,6 +62,10 @@ of 0.79 for rows of 656 bytes), and slow products that run beside them by 28 % i
 as many by 70 %."""
 
 
+_LAUNCH_S = 10e-6
+"""What preparing and launching a kernel costs the thread that does it."""
+
+
 class CudaEngine:
     """Copies by a kernel compiled for the plan's shape."""
 
@@ -94,34 +99,32 @@ class CudaEngine:
 
 
 class PreparedKernel:
-    """A plan as launches of `copy_pages`; `near` is the side whose lines the lanes follow."""
+    """A plan as launches of `copy_pages`; `near` is the side whose lines the lanes follow.
+
+    `numbers` are the same page numbers where they are on the device already.
+    """
 
     by_layer = True
     streams = 2
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - internal
         self,
         plan: CopyPlan,
         near: RowMap,
         stream: torch.cuda.Stream,
         grid: Grid,
         options: EngineOptions,
+        numbers: PageNumbers | None = None,
     ) -> None:
-        near_source = plan.source is near
         self._plan = plan
         self._grid = grid
-        self._device = stream.device
-        types = plan.source_pages.dtype, plan.destination_pages.dtype
-        far = plan.destination if near_source else plan.source
-        self._groups = [
-            (group.planes, copy_function(self._device.index, group.shape, near_source, grid, *types))
-            for group in plane_groups(near, far)
-        ]
+        self._turn = threading.Lock()
+        self._groups = _functions(plan, near, grid, stream.device.index)
         table = plane_tables(plan.source, plan.destination)
-        self._numbers = PageNumbers(plan.source_pages, plan.destination_pages, stream)
+        self.numbers = numbers or PageNumbers(plan.source_pages, plan.destination_pages, stream)
         self._check = None
         if plan.check_indices and options.check_indices and plan.indices_on_device:
-            self._check = IndexCheck(plan, self._numbers, stream, check_function)
+            self._check = IndexCheck(plan, self.numbers, stream, check_function)
         refused = 0 if self._check is None else self._check.verdict
         self._planes = c_uint(0), c_uint(1), c_uint(1), c_uint(0)
         self._indices, self._num_pages = (c_void_p(0), c_void_p(0)), c_uint(0)
@@ -135,6 +138,10 @@ class PreparedKernel:
         self._table = table
         self._arguments = pointers(self._values)
 
+    def seconds(self, planes: Sequence[int]) -> float:  # noqa: ARG002 - a launch, however many they are
+        """Return what a launch takes."""
+        return _LAUNCH_S * len(self._groups)
+
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
         """Launch one kernel for each group of planes of one shape."""
         self.submit_pages(planes, 0, self._plan.count, stream)
@@ -143,17 +150,19 @@ class PreparedKernel:
         """Copy `count` of the pages from position `start` on."""
         if not count:
             return
-        for value, address, itemsize in zip(self._indices, *self._numbers.where, strict=True):
-            value.value = address + start * itemsize
-        self._num_pages.value = count
         launch, handle = driver().launch, stream.cuda_stream
         blocks, threads = self._grid.blocks, self._grid.threads
         alone = len(self._groups) == 1
-        for members, function in self._groups:
-            for found in spans(tuple(planes if alone else [plane for plane in planes if plane in members])):
-                for field, number in zip(self._planes, found, strict=True):
-                    field.value = number
-                launch(function, blocks, threads, handle, self._arguments)
+        with self._turn:  # a launch copies its arguments
+            for value, address, itemsize in zip(self._indices, *self.numbers.where, strict=True):
+                value.value = address + start * itemsize
+            self._num_pages.value = count
+            for members, function in self._groups:
+                mine = planes if alone else [plane for plane in planes if plane in members]
+                for found in spans(tuple(mine)):
+                    for field, number in zip(self._planes, found, strict=True):
+                        field.value = number
+                    launch(function, blocks, threads, handle, self._arguments)
 
     def fault(self) -> Exception | None:
         """Return which page number the device refused."""
@@ -231,6 +240,24 @@ def copy_macros(
         "THREADS": grid.threads,
         "UNROLL": grid.unroll,
     }
+
+
+_known_functions: PairMemo[dict[object, list[tuple[frozenset[int], int]]]] = PairMemo(lambda *_: {})
+
+
+def _functions(plan: CopyPlan, near: RowMap, grid: Grid, device: int) -> list[tuple[frozenset[int], int]]:
+    """Return the kernels that copy a plan, each with the planes it can copy."""
+    near_source = plan.source is near
+    types = plan.source_pages.dtype, plan.destination_pages.dtype
+    known = _known_functions(plan.source, plan.destination)
+    key = near_source, grid, types, device
+    found = known.get(key)
+    if found is None:
+        groups = plane_groups(near, plan.destination if near_source else plan.source)
+        found = known[key] = [
+            (group.planes, copy_function(device, group.shape, near_source, grid, *types)) for group in groups
+        ]
+    return found
 
 
 @cache

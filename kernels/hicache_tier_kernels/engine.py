@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from hicache_tier.errors import InvalidArgumentError
 
 from .driver import DriverError, driver
+from .memo import PairMemo
 from .support import Support
 
 if TYPE_CHECKING:
@@ -60,8 +61,11 @@ class Prepared(Protocol):
     by_layer: bool
     streams: int
 
+    def seconds(self, planes: Sequence[int]) -> float:
+        """Return about how long `submit` will keep the calling thread."""
+
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
-        """Enqueue the copy of some planes, each once over the life of the plan."""
+        """Enqueue the copy of some planes; they may be submitted again, also by other threads."""
 
     def fault(self) -> Exception | None:
         """Return what the device found wrong; call it after the work is done."""
@@ -100,8 +104,10 @@ class Engine(Protocol):
 
 def cuda_device(plan: CopyPlan) -> torch.device | None:
     """Return the CUDA device of a plan, or None where neither side is on one."""
-    sides = (plan.source.device, plan.destination.device)
-    return next((side for side in sides if side.type == "cuda"), None)
+    for side in (plan.source.device, plan.destination.device):
+        if side.type == "cuda":
+            return side
+    return None
 
 
 def far_side(plan: CopyPlan) -> RowMap:
@@ -129,15 +135,23 @@ def driver_support() -> Support:
 
 def reachable(plan: CopyPlan) -> Support:
     """Return whether one side is on a CUDA device and the other in host memory that it can reach."""
-    device = cuda_device(plan)
-    if device is None:
+    return _reachable(plan.source, plan.destination)
+
+
+def _reach(source: RowMap, destination: RowMap) -> Support:
+    near, far = (destination, source) if source.device.type == "cuda" else (source, destination)
+    if far.device.type != "cuda":
         return Support(ok=False, reason="neither side is on a CUDA device")
-    near = near_side(plan)
     if near.device.type != "cpu":
-        return Support(ok=False, reason=f"copies go between host and device, not {device} and {near.device}")
+        return Support(
+            ok=False, reason=f"copies go between host and device, not {far.device} and {near.device}"
+        )
     if not near.pinned:
         return Support(ok=False, reason="host memory is not pinned")
     return Support(ok=True)
+
+
+_reachable = PairMemo(_reach)
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:

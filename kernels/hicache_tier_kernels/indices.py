@@ -21,9 +21,9 @@ _LEAST_NBYTES = 4096
 _ALIGNMENT = 16
 _CHECK_BLOCKS, _CHECK_THREADS = 8, 256
 _FAULTS = (
-    "source_pages must be within 0 .. {source}",
-    "destination_pages must be within 0 .. {destination}",
-    "destination_pages must not repeat",
+    "{names[0]} must be within 0 .. {source}",
+    "{names[1]} must be within 0 .. {destination}",
+    "{names[1]} must not repeat",
 )
 
 
@@ -137,5 +137,5 @@ class IndexCheck:
         plan = self._plan
         limits = {"source": plan.source.num_pages - 1, "destination": plan.destination.num_pages - 1}
         index = plan.source_pages if verdict == 1 else plan.destination_pages
-        text = _FAULTS[verdict - 1].format(**limits)
+        text = _FAULTS[verdict - 1].format(names=plan.names, **limits)
         return InvalidArgumentError(f"{text}, got {int(index[position])} at {position}; nothing was copied.")

@@ -60,12 +60,19 @@ class RowMap:
     registered : tuple[tuple[int, int], ...]
         Address and length of the ranges in which host memory was registered with CUDA, ascending. A copy
         must not cross from one into the next. Empty where the memory is plain, or pinned as a whole.
+    num_pages, rows : int
+        Pages of every plane, and rows a page has in every plane.
+    device : torch.device
+        The device of all planes.
     page_nbytes : int
         Bytes of one page over all planes.
     """
 
     planes: tuple[torch.Tensor, ...]
     registered: tuple[tuple[int, int], ...] = ()
+    num_pages: int = field(init=False)
+    rows: int = field(init=False)
+    device: torch.device = field(init=False)
     page_nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,22 +90,10 @@ class RowMap:
                     f"plane {number} has {tuple(plane.shape[:2])} pages and rows on {plane.device}, "
                     f"plane 0 has {tuple(first.shape[:2])} on {first.device}; they must be the same."
                 )
+        object.__setattr__(self, "num_pages", first.shape[0])
+        object.__setattr__(self, "rows", first.shape[1])
+        object.__setattr__(self, "device", first.device)
         object.__setattr__(self, "page_nbytes", self.rows * sum(self.row_nbytes))
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of every plane."""
-        return self.planes[0].shape[0]
-
-    @property
-    def rows(self) -> int:
-        """Rows a page has in every plane."""
-        return self.planes[0].shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all planes."""
-        return self.planes[0].device
 
     @property
     def pinned(self) -> bool:
@@ -165,6 +160,8 @@ class CopyPlan:
     check_indices : bool
         Whether page numbers are checked. Those on the CPU are checked here; those on a device by the engine
         that runs the plan, before it copies anything.
+    names : tuple[str, str]
+        What to call both lists of page numbers in an error.
     count : int
         Pages to copy.
     indices_on_device : bool
@@ -182,6 +179,7 @@ class CopyPlan:
     source_pages: torch.Tensor
     destination_pages: torch.Tensor
     check_indices: bool = True
+    names: tuple[str, str] = ("source_pages", "destination_pages")
     count: int = field(init=False)
     indices_on_device: bool = field(init=False)
 
@@ -189,19 +187,19 @@ class CopyPlan:
         _matched(self.source, self.destination)
         ours, theirs = self.source_pages, self.destination_pages
         on_device = ours.device.type != "cpu" or theirs.device.type != "cpu"
-        _check_index("source_pages", ours, self)
-        _check_index("destination_pages", theirs, self)
+        _check_index(self.names[0], ours, self)
+        _check_index(self.names[1], theirs, self)
         counts = ours.numel(), theirs.numel()
         if counts[0] != counts[1]:
             raise InvalidArgumentError(
-                f"source_pages and destination_pages go one to one, got {counts[0]} and {counts[1]}."
+                f"{self.names[0]} and {self.names[1]} go one to one, got {counts[0]} and {counts[1]}."
             )
         object.__setattr__(self, "count", counts[0])
         object.__setattr__(self, "indices_on_device", on_device)
         if self.check_indices and counts[0]:
-            _check_range("source_pages", ours, self.source.num_pages)
-            _check_range("destination_pages", theirs, self.destination.num_pages)
-            _check_distinct(theirs, self.destination.num_pages)
+            _check_range(self.names[0], ours, self.source.num_pages)
+            _check_range(self.names[1], theirs, self.destination.num_pages)
+            _check_distinct(self.names[1], theirs, self.destination.num_pages)
 
     @property
     def nbytes(self) -> int:
@@ -213,16 +211,7 @@ class CopyPlan:
         if not self.indices_on_device:
             return self
         numbers = self.source_pages.cpu(), self.destination_pages.cpu()
-        return CopyPlan(self.source, self.destination, *numbers, self.check_indices)
-
-    def with_own_pages(self) -> CopyPlan:
-        """Return the plan with copies of page numbers on the CPU, which the caller may then write over."""
-        ours, theirs = (
-            index.clone() if index.device.type == "cpu" else index
-            for index in (self.source_pages, self.destination_pages)
-        )
-        unchecked = self.check_indices and self.indices_on_device
-        return CopyPlan(self.source, self.destination, ours, theirs, unchecked)
+        return CopyPlan(self.source, self.destination, *numbers, self.check_indices, self.names)
 
     def part(self, pages: slice) -> CopyPlan:
         """Return the plan of some of the pages; they were checked with the others."""
@@ -280,7 +269,7 @@ def _check_range(name: str, index: torch.Tensor, num_pages: int) -> None:
         raise InvalidArgumentError(f"{name} must be within 0 .. {num_pages - 1}, got {wrong}.")
 
 
-def _check_distinct(index: torch.Tensor, num_pages: int) -> None:
+def _check_distinct(name: str, index: torch.Tensor, num_pages: int) -> None:
     """Refuse a page that comes twice; one byte a page is cheaper than sorting."""
     if index.device.type != "cpu":
         return
@@ -291,4 +280,4 @@ def _check_distinct(index: torch.Tensor, num_pages: int) -> None:
         return
     ordered = np.sort(numbers)
     repeated = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
-    raise InvalidArgumentError(f"destination_pages must not repeat, got page {repeated} more than once.")
+    raise InvalidArgumentError(f"{name} must not repeat, got page {repeated} more than once.")

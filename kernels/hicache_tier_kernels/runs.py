@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from .shapes import Shape
 
 
-_TABLE_RANGES = 1 << 16
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
     """How the fragments of some planes lie within a page; the same for all of them.
@@ -154,14 +151,15 @@ class Ranges:
             for side in (plan.source, plan.destination)
         ]
         self._groups = [(group, self._of_group(group)) for group in self._fragments.groups]
-        self._table = self._whole_table()
+
+    def count(self, planes: Sequence[int]) -> int:
+        """Return about how many ranges some planes have; seams may add a few."""
+        if len(self._groups) == 1:
+            return len(planes) * len(self._groups[0][1][2])
+        return sum(len(ranges[2]) * sum(n in group.planes for n in planes) for group, ranges in self._groups)
 
     def of(self, planes: Sequence[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
         """Return destinations, sources and lengths of the ranges of some planes."""
-        if self._table is not None:
-            numbers = list(planes)
-            destinations, sources, sizes = (column[numbers].ravel() for column in self._table)
-            return destinations, sources, sizes
         parts = []
         for group, ranges in self._groups:
             mine = planes if len(self._groups) == 1 else [n for n in planes if n in group.planes]
@@ -173,21 +171,6 @@ class Ranges:
             column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*parts, strict=True)
         )
         return destinations.view(np.uint64), sources.view(np.uint64), sizes.view(np.uint64)
-
-    def _whole_table(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]] | None:
-        """Return `[planes, ranges]` of all planes at once, where they are alike and not too many."""
-        group, (sources, destinations, sizes) = self._groups[0]
-        planes = len(group.planes)
-        if len(self._groups) > 1 or (group.whole and not self._fragments.seamless):
-            return None
-        if planes * len(sizes) > _TABLE_RANGES:
-            return None
-        bases = self._fragments.bases
-        return (
-            (bases[1][:, None] + destinations).view(np.uint64),
-            (bases[0][:, None] + sources).view(np.uint64),
-            np.broadcast_to(sizes.view(np.uint64), (planes, len(sizes))),
-        )
 
     def _at(
         self,

@@ -19,7 +19,7 @@ import torch
 
 from hicache_tier.errors import EngineUnavailableError
 
-from .copy_engine import CopyEngine, copy_ranges
+from .copy_engine import RANGE_S, CopyEngine, copy_ranges
 from .cuda import CudaEngine, Grid, PreparedKernel
 from .engine import (
     DEFAULTS,
@@ -40,11 +40,15 @@ from .support import Support
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .indices import PageNumbers
+
 SLOT_NBYTES = 64 << 20
 SLOTS = 4
 LEAST_NBYTES = 2 << 20
 """Least bytes of one step where there are enough: smaller transfers are still cut into several."""
 LEAST_STEPS = 4
+_STEP_S = 40e-6
+"""What one slot's DMA call, launch and events cost the thread that submits."""
 GRID = Grid(64, 1024, 4)
 """Of the rearranging kernel: it is short, so it may take many multiprocessors."""
 
@@ -125,32 +129,49 @@ class PreparedWindows:
         self._ring = ring_of(stream.device, self._backup)
         self._windows = windows_of(near_side(plan), far_side(plan))
         self.by_layer = all(len(window.planes) == 1 for window in self._windows)
-        host_pages, far_pages = plan.source_pages, plan.destination_pages
-        if self._backup:
-            host_pages, far_pages = far_pages, host_pages
+        self._plan = plan
+        self._options = options
+        host_pages = plan.destination_pages if self._backup else plan.source_pages
         self._host_pages = host_pages.numpy().astype(np.int64)
-        maps = _ring_maps(plan.source, plan.destination)
-        self._kernels = []
-        for window, (near, far) in zip(self._windows, maps, strict=True):
-            position = np.arange(plan.count)
-            step = self._ring.pages_a_step(window.nbytes, plan.count)
-            here = torch.from_numpy(
-                position // step % self._ring.slots * self._ring.pages_a_slot(window.nbytes) + position % step
-            )
-            sides = (far, near, far_pages, here) if self._backup else (near, far, here, far_pages)
-            inner = CopyPlan(*sides, check_indices=False)
-            self._kernels.append(PreparedKernel(inner, near, stream, GRID, options))
+        self._kernels: dict[int, PreparedKernel] = {}
+        self._numbers: dict[int, PageNumbers] = {}
+
+    def seconds(self, planes: Sequence[int]) -> float:
+        """Return what DMA ranges, launches and events take."""
+        wanted, count = set(planes), self._plan.count
+        mine = [window for window in self._windows if not wanted.isdisjoint(window.planes)]
+        steps = sum(-(-count // self._ring.pages_a_step(window.nbytes, count)) for window in mine)
+        return _STEP_S * steps + RANGE_S * count * len(mine)
 
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
         """Enqueue the windows that hold `planes`: all planes at once where windows hold several."""
         wanted = set(planes)
         with torch.cuda.device(stream.device), self._ring.lock:
+            mine = [
+                (window, self._kernel(number, stream))
+                for number, window in enumerate(self._windows)
+                if not wanted.isdisjoint(window.planes)
+            ]
             self._ring.kernels.wait_stream(stream)
-            for window, kernel in zip(self._windows, self._kernels, strict=True):
-                if wanted & set(window.planes):
-                    self._ring.use_pages_of(window.nbytes, stream)
-                    self._submit_window(window, kernel, stream)
+            for window, kernel in mine:
+                self._ring.use_pages_of(window.nbytes, stream)
+                self._submit_window(window, kernel, stream)
             stream.wait_stream(self._ring.kernels)
+
+    def _kernel(self, number: int, stream: torch.cuda.Stream) -> PreparedKernel:
+        """Return what moves pages between a window's place in the ring and the device's planes."""
+        found = self._kernels.get(number)
+        if found is None:
+            plan, nbytes = self._plan, self._windows[number].nbytes
+            near, far = _ring_maps(plan.source, plan.destination)[number]
+            far_pages = plan.source_pages if self._backup else plan.destination_pages
+            here = self._ring.pages_in_turn(nbytes, plan.count)
+            sides = (far, near, far_pages, here) if self._backup else (near, far, here, far_pages)
+            inner = CopyPlan(*sides, check_indices=False)
+            found = PreparedKernel(inner, near, stream, GRID, self._options, self._numbers.get(nbytes))
+            self._kernels[number] = found
+            self._numbers.setdefault(nbytes, found.numbers)
+        return found
 
     def fault(self) -> Exception | None:
         """Return None: page numbers were checked on the host."""
@@ -208,6 +229,14 @@ class Ring:
         """Return how many pages go together: a slot's, or fewer where there are few: steps overlap."""
         least = -(-LEAST_NBYTES // page_nbytes)
         return max(1, min(self.pages_a_slot(page_nbytes), max(least, -(-count // LEAST_STEPS))))
+
+    def pages_in_turn(self, page_nbytes: int, count: int) -> torch.Tensor:
+        """Return which page of the ring each of `count` pages goes through, int64 `[count]`."""
+        position = np.arange(count)
+        step = self.pages_a_step(page_nbytes, count)
+        return torch.from_numpy(
+            position // step % self.slots * self.pages_a_slot(page_nbytes) + position % step
+        )
 
     def use_pages_of(self, nbytes: int, stream: torch.cuda.Stream) -> None:
         """Wait until all slots are free where they were cut for pages of another size."""

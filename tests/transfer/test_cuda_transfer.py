@@ -155,10 +155,10 @@ def test_host_pools_above_4_gib():
 @pytest.mark.parametrize(
     ("sources", "destinations", "message"),
     [
-        ([0, PAGES], [0, 1], "source_pages must be within"),
-        ([0, -1], [0, 1], "source_pages must be within"),
-        ([0, 1], [0, 1 << 40], "destination_pages must be within"),
-        ([0, 1], [3, 3], "destination_pages must not repeat"),
+        ([0, PAGES], [0, 1], "device_pages must be within"),
+        ([0, -1], [0, 1], "device_pages must be within"),
+        ([0, 1], [0, 1 << 40], "host_pages must be within"),
+        ([0, 1], [3, 3], "host_pages must not repeat"),
     ],
 )
 @pytest.mark.parametrize("engine", [None, "copy_engine"])

@@ -13,12 +13,14 @@ from hicache_tier.completion import StreamCompletion
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.host_pool import HostPool
 from hicache_tier.lanes import Job, Lane
+from hicache_tier.pairing import Turn
 from hicache_tier.paths import select_path
 from hicache_tier_kernels import CopyPlan, EngineOptions
 
 MLA = KVGeometry.mla(num_layers=4, latent_dim=16, dtype="uint8", page_tokens=2)
 PATH = select_path("mla", "page_first", "kernel", sharded=False, op="load")
 STEPS = [((0, 1), (0, 1)), ((2, 3), (2, 3))]
+SUBMITTER = "hicache-load-submit"
 
 
 class Event:
@@ -54,19 +56,26 @@ class Engine:
 
     by_layer = True
 
-    def __init__(self, *, cheap=True, streams=2, error=None):
-        self.cheap, self.streams, self.error = cheap, streams, error
+    name = "test"
+
+    def __init__(self, *, cheap=True, streams=2, error=None, cost=0.0):
+        self.cheap, self.streams, self.error, self.cost = cheap, streams, error, cost
         self.submitted = []
-        self.thread = None
+        self.threads = []
+        self.prepared = 0
 
     def prepare(self, plan, stream, options):
-        self.thread = threading.current_thread()
+        self.prepared += 1
         return self
+
+    def seconds(self, planes):
+        return self.cost * len(self.submitted)
 
     def submit(self, planes, stream):
         if self.error is not None and self.submitted:
             raise self.error
         self.submitted.append((tuple(planes), stream))
+        self.threads.append(threading.current_thread())
 
     def fault(self):
         return None
@@ -90,7 +99,7 @@ def started():
             completion = StreamCompletion(PATH, (0, 1, 2, 3), 1, 128, released.set)
             lane = Lane(torch.device("cpu"), "load")
             try:
-                lane.start(Job(engine, plan, STEPS, EngineOptions(), completion))
+                lane.start(Job(engine, Turn(plan), STEPS, EngineOptions(), completion))
             finally:
                 assert released.wait(5), "what the transfer held was given back"
             return lane, completion
@@ -101,8 +110,8 @@ def started():
 def test_a_cheap_engine_is_submitted_by_the_caller_on_two_streams(started):
     engine = Engine()
     lane, completion = started(engine)
-    first, second = lane._streams
-    assert engine.thread is threading.current_thread()
+    first, second = lane.streams
+    assert set(engine.threads) == {threading.current_thread()}
     assert engine.submitted == [((0, 1), first), ((2, 3), second)]
     assert first.waited[0].recorded == "the engine's stream"
     assert first in second.waited
@@ -111,12 +120,28 @@ def test_a_cheap_engine_is_submitted_by_the_caller_on_two_streams(started):
     completion.wait_layer(3, 1)
 
 
-def test_another_is_submitted_by_a_thread(started):
-    engine = Engine(cheap=False, streams=1)
+@pytest.mark.parametrize(("cost", "expected"), [(0.0, ["MainThread"] * 2), (1.0, ["MainThread", SUBMITTER])])
+def test_the_caller_submits_what_costs_little_and_a_thread_the_rest(started, cost, expected):
+    engine = Engine(cheap=False, streams=1, cost=cost)
     lane, completion = started(engine)
     completion.wait(5)
-    assert engine.thread.name == "hicache-load-submit"
-    assert [stream for _, stream in engine.submitted] == [lane._streams[0]] * 2
+    assert [thread.name for thread in engine.threads] == expected
+    assert engine.submitted == [(planes, lane.streams[0]) for _, planes in STEPS]
+    assert engine.prepared == 1
+
+
+def test_what_is_queued_goes_first(started):
+    engine, held = Engine(cheap=False, streams=1), threading.Event()
+    with HostPool(MLA, "page_first", 4, pinned=False) as pool:
+        plan = CopyPlan(pool.row_map(), pool.row_map(), torch.tensor([0]), torch.tensor([1]))
+        completion = StreamCompletion(PATH, (0, 1, 2, 3), 1, 128, lambda: None)
+        lane = Lane(torch.device("cpu"), "load")
+        lane._submitter.put(held.wait)
+        lane.start(Job(engine, Turn(plan), STEPS, EngineOptions(), completion))
+        assert not engine.submitted
+        held.set()
+        completion.wait(5)
+    assert {thread.name for thread in engine.threads} == {SUBMITTER}
 
 
 def test_what_cannot_be_parted_goes_in_one_step(started):
@@ -129,7 +154,7 @@ def test_what_cannot_be_parted_goes_in_one_step(started):
 
 @pytest.mark.parametrize("cheap", [True, False])
 def test_a_failure_half_way_waits_for_what_runs_and_is_raised(started, cheap):
-    engine = Engine(cheap=cheap, error=RuntimeError("launch failed"))
+    engine = Engine(cheap=cheap, error=RuntimeError("launch failed"), cost=1.0)
     if cheap:
         with pytest.raises(RuntimeError, match="launch failed"):
             started(engine)
@@ -139,7 +164,7 @@ def test_a_failure_half_way_waits_for_what_runs_and_is_raised(started, cheap):
         completion.wait(5)
     with pytest.raises(RuntimeError, match="launch failed"):
         completion.wait_layer_on(3)
-    assert all(stream.waited[-1] == "synchronized" for stream in lane._streams)
+    assert all(stream.waited[-1] == "synchronized" for stream in lane.streams)
 
 
 def test_a_task_that_fails_does_not_end_the_thread(caplog):

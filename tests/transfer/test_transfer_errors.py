@@ -29,7 +29,7 @@ def untouched(device, host):
 
 WRONG = [
     ([0, 1], [0], "one to one"),
-    ([8], [0], r"device_pages|source_pages|destination_pages"),
+    ([8], [0], r"device_pages must be within"),
     ([0], [16], "must be within"),
     ([-1], [0], "must be within"),
     ([0], [-1], "must be within"),

@@ -51,11 +51,10 @@ class Stream:
 
 
 class Inline:
-    by_layer, streams = True, 2
-
     def __init__(self, name, *, cheap=True, ok=True):
         self.name, self.cheap, self.ok = name, cheap, ok
         self.submitted = []
+        self.plans = []
 
     def available(self, device):
         return Support(ok=True)
@@ -64,11 +63,21 @@ class Inline:
         return Support(ok=self.ok, reason="" if self.ok else f"{self.name} does not like it")
 
     def prepare(self, plan, stream, options):
-        self.plan = plan
-        return self
+        self.plans.append(plan)
+        return Prepared(self, plan)
+
+
+class Prepared:
+    by_layer, streams = True, 2
+
+    def __init__(self, engine, plan):
+        self.engine, self.plan = engine, plan
+
+    def seconds(self, planes):
+        return 0.0 if self.engine.cheap else 1.0
 
     def submit(self, planes, stream):
-        self.submitted.append(tuple(planes))
+        self.engine.submitted.append(tuple(planes))
         run_reference(self.plan, planes)
 
     def fault(self):
@@ -127,7 +136,7 @@ def test_there_and_back(engines, pools, engine):
 
 def test_backups_by_a_cheap_engine_are_one_launch_and_loads_go_in_groups(engines, pools, monkeypatch):
     device, host = pools
-    monkeypatch.setattr(transfer, "GROUP_NBYTES", 2 * 6 * 32)  # two layers of these pages
+    monkeypatch.setattr(transfer, "GROUP_NBYTES", (2 * 6 * 32, 2 * 6 * 32))  # two layers of these pages
     options = TransferOptions(engine="first")
     backup(device, host, range(6), range(6), options=options).wait(5)
     assert engines["first"].submitted.pop() == (0, 1, 2, 3, 4)
@@ -141,7 +150,36 @@ def test_page_numbers_may_be_written_over_once_the_call_returns(engines, pools):
     done = backup(device, host, pages, pages, options=TransferOptions(engine="second"))
     pages.fill_(5)
     done.wait(5)
-    assert engines["second"].plan.source_pages.tolist() == [1, 2]
+    assert engines["second"].plans[0].source_pages.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("engine", ["first", "second"])
+def test_the_same_page_numbers_are_prepared_once_and_others_anew(engines, pools, engine):
+    device, host = pools
+    for plane in host.row_map().planes:
+        plane.random_(0, 256)
+    options, found = TransferOptions(engine=engine), engines[engine]
+    places, pages = torch.tensor([1, 5]), torch.tensor([4, 0])
+    for layer in range(5):
+        load(host, device, places.clone(), pages.clone(), layer=layer, options=options).wait(5)
+    assert len(found.plans) == 1
+    assert found.submitted == [(layer,) for layer in range(5)]
+    load(host, device, places, pages, options=TransferOptions(engine=engine, max_sms=2)).wait(5)
+    load(host, device, places.to(torch.int32), pages, options=options).wait(5)
+    assert len(found.plans) == 3
+    places[1] = 3  # the same tensor with another number in it
+    load(host, device, places, pages, options=options).wait(5)
+    assert len(found.plans) == 4
+    for theirs, ours in zip(host.row_map().planes, device.row_map().planes, strict=True):
+        assert torch.equal(theirs[[1, 3]], ours[[4, 0]])
+
+
+def test_numbers_that_were_not_checked_are_checked_when_it_is_asked_for(engines, pools):
+    device, host = pools
+    unchecked = TransferOptions(engine="first", check_indices=False)
+    load(host, device, [1, 2], [3, 3], options=unchecked).wait(5)
+    with pytest.raises(InvalidArgumentError, match="repeat"):
+        load(host, device, [1, 2], [3, 3])
 
 
 def test_a_backend_bounds_the_engines(engines, pools):
