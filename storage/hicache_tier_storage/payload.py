@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 class HostPages(Protocol):
-    """What the store needs of a host pool."""
+    """What the store needs of a host pool.
+
+    A pool with an attribute `lease` is used only as long as that `Lease` lasts, for callers that may leave
+    before a call returns. Pages that could not be loaded or stored in time are `abandoned`.
+    """
 
     @property
     def geometry(self) -> KVGeometry:
@@ -125,13 +129,15 @@ class HostPayload:
             places.files, places.offsets, self.addresses, self.nbytes, shape.page_nbytes, shape.stride
         )
         if sums is not None:
-            batch.hook = summing(batch, sums)
+            batch.hook = summing(self.addresses, self.nbytes, sums)
         return moved(engine, batch, write=write)
 
 
-def summing(batch: PageBatch, sums: Sums) -> Callable[[int, int], None]:
+def summing(
+    addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64], sums: Sums
+) -> Callable[[int, int], None]:
     """Return a hook that computes the checksums of pages in the host's memory."""
-    rows, lengths = batch.addresses.tolist(), batch.nbytes.tolist()
+    rows, lengths = addresses.tolist(), nbytes.tolist()
     seeds, wanted, values = sums.seeds, sums.wanted, sums.values
 
     def hook(first: int, last: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
 
+from .leased import Leased
 from .payload import HostPayload
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ def payload_of(
     if count == 0:
         return HostPayload(pool, np.empty((0, 1), np.uint64), np.empty(1, np.uint64))
     addresses, nbytes = pool.segment_table(pages)
-    return HostPayload(pool, addresses.astype(np.uint64, copy=False), nbytes.astype(np.uint64, copy=False))
+    addresses, nbytes = addresses.astype(np.uint64, copy=False), nbytes.astype(np.uint64, copy=False)
+    lease = getattr(pool, "lease", None)
+    return HostPayload(pool, addresses, nbytes) if lease is None else Leased(pool, addresses, nbytes, lease)
 
 
 def page_numbers(pages: ArrayLike, count: int, *, unique: bool) -> NDArray[np.integer]:

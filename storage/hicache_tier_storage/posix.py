@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .landing import LeasedBatch
+from .posix_landing import Landing, LandingBuffer
 from .slab import SlabDamagedError, StoreFile
 from .vectors import PREADV, PWRITEV, Iov, Run, RunPlan, vector_io
 
@@ -59,6 +61,7 @@ class PosixEngine:
     """
 
     name = "posix"
+    lands = True
 
     def __init__(self, *, direct: bool, threads: int | None = None) -> None:
         self._direct = direct
@@ -66,6 +69,7 @@ class PosixEngine:
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="hct-io")
         self._alone_until = 0.0
         self._bounce = threading.local()
+        self._landing = threading.local()
         self._pad = mmap.mmap(-1, 4096)
         self._pad_address = ctypes.addressof(ctypes.c_char.from_buffer(self._pad))
 
@@ -120,6 +124,18 @@ class PosixEngine:
         if self._direct:
             self._direct = False
             _LOG.warning("O_DIRECT was refused in %s: going on with buffered I/O.", directory)
+
+    @staticmethod
+    def reason(error: int) -> str:
+        """Return the verdict for an errno."""
+        return _reason(error)
+
+    def landing(self, nbytes: int) -> LandingBuffer:
+        """Return this thread's landing buffer, of at least `nbytes`."""
+        buffer: LandingBuffer | None = getattr(self._landing, "buffer", None)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._landing.buffer = LandingBuffer(nbytes)
+        return buffer
 
     @property
     def pad_address(self) -> int:
@@ -190,6 +206,9 @@ class _Move:
         self.plan = RunPlan(batch, engine.pad_address)
         self._direct = engine.mode == "direct"
         self._bounced = self._direct and not self.plan.aligned()
+        self._landing: Landing | None = None
+        if isinstance(batch, LeasedBatch) and batch.lease is not None and not write:
+            self._landing = Landing(engine, batch, self.plan, batch.lease, verdicts)
 
     def open(self, runs: list[Run], opened: ExitStack) -> list[tuple[int, Run]]:
         """Open the files of these runs; pages of a file that cannot be opened get their verdict here."""
@@ -216,6 +235,9 @@ class _Move:
         write, hook = self._write, self._batch.hook
         call = PWRITEV if write else PREADV
         for fd, run in runs:
+            if self._landing is not None:
+                self._landing.read(fd, run)
+                continue
             if write and hook:
                 hook(run.first, run.last)
             if self._bounced or call(fd, run.pointer, run.vectors, run.offset) != run.nbytes:
