@@ -70,9 +70,9 @@ class SeveralRoots(PageStore):
 
     # -- looking up ------------------------------------------------------------------------------------
 
-    def match_prefix(self, keys: Sequence[PageKey]) -> int:
+    def match_prefix(self, keys: Sequence[PageKey], *, follow: bool = True) -> int:
         """Count the pages present in any root, consecutively, from the first key on."""
-        tables = self._tables()
+        tables = self._tables(follow=follow)
         count = 0
         for key in normalise_keys(keys):
             if not any(key in table for table in tables):
@@ -80,9 +80,14 @@ class SeveralRoots(PageStore):
             count += 1
         return count
 
-    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
+    def follow(self) -> None:
+        """Look at what other writers did in every root."""
+        for store in self._stores:
+            store.follow()
+
+    def contains(self, keys: Sequence[PageKey], *, follow: bool = True) -> list[bool]:
         """Tell for each key whether its page is present in any root."""
-        tables = self._tables()
+        tables = self._tables(follow=follow)
         return [any(key in table for table in tables) for key in normalise_keys(keys)]
 
     def touch(self, keys: Sequence[PageKey]) -> list[bool]:
@@ -100,8 +105,8 @@ class SeveralRoots(PageStore):
             found.update(list(table))
         return len(found)
 
-    def _tables(self) -> list[Mapping[bytes, object]]:
-        return [table for store in self._stores for table in store.tables()]
+    def _tables(self, *, follow: bool = True) -> list[Mapping[bytes, object]]:
+        return [table for store in self._stores for table in store.tables(follow=follow)]
 
     def _places(self, names: Sequence[bytes]) -> list[list[int]]:
         """Return for each root the rows of the keys that it holds, or that belong there."""

@@ -95,13 +95,23 @@ class PageStore:
 
     # -- looking up ------------------------------------------------------------------------------------
 
-    def match_prefix(self, keys: Sequence[PageKey]) -> int:
+    def match_prefix(self, keys: Sequence[PageKey], *, follow: bool = True) -> int:
         """Count the pages present, consecutively, from the first key on.
 
         Answered from memory; costs nothing per stored page. A page counted may be gone by the time it is
         read: `get` says so.
+
+        Parameters
+        ----------
+        keys : sequence of bytes or hex text
+        follow : bool
+            Look at what other writers did since the last time, where that is some milliseconds ago. Without
+            it no file is touched: for callers that a medium which hangs must not keep; they call `follow`
+            elsewhere.
         """
-        self._core.refresh()
+        if follow:
+            self._core.refresh()
+        self._core.check_open()
         own, foreign = self._core.index, self._core.foreign.index
         count = 0
         for key in keys:
@@ -116,9 +126,15 @@ class PageStore:
             count += 1
         return count
 
-    def contains(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Tell for each key whether its page is present."""
+    def follow(self) -> None:
+        """Look at what other writers did since the last time, where that is some milliseconds ago."""
         self._core.refresh()
+
+    def contains(self, keys: Sequence[PageKey], *, follow: bool = True) -> list[bool]:
+        """Tell for each key whether its page is present; `follow` as in `match_prefix`."""
+        if follow:
+            self._core.refresh()
+        self._core.check_open()
         own, foreign = self._core.index, self._core.foreign.index
         return [key in own or key in foreign for key in normalise_keys(keys)]
 
@@ -136,9 +152,11 @@ class PageStore:
             foreign = core.foreign.index
             return [slot is not None or name in foreign for slot, name in zip(slots, names, strict=True)]
 
-    def tables(self) -> tuple[Mapping[bytes, object], Mapping[bytes, object]]:
+    def tables(self, *, follow: bool = True) -> tuple[Mapping[bytes, object], Mapping[bytes, object]]:
         """Return the index of this process's partition and that of the others', to look keys up in."""
-        self._core.refresh()
+        if follow:
+            self._core.refresh()
+        self._core.check_open()
         return self._core.index, self._core.foreign.index
 
     @property
