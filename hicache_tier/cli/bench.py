@@ -8,7 +8,7 @@ from importlib import import_module
 import click
 
 _HOME = "hicache_tier.bench"
-_BENCHES = ("storage", "transfer")
+_BENCHES = ("replay", "storage", "transfer")
 
 
 class BenchGroup(click.Group):
