@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import mmap
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -28,6 +28,20 @@ class Segmented(Protocol):
 
     def segments(self, pages: Any) -> list[list[tuple[int, int]]]:  # noqa: ANN401 - pools differ
         """Address and length of each page's pieces, in stored order."""
+
+
+@runtime_checkable
+class Paged(Protocol):
+    """Pages that are read and written whole: a `BytePool`."""
+
+    def write_page(self, page: int, data: bytes) -> None:
+        """Put a page's bytes, in stored order, where the pool has them."""
+
+    def read_page(self, page: int) -> bytes:
+        """Return a page's bytes in stored order."""
+
+
+AnyPages = Segmented | Paged
 
 
 class ArrayPool:
@@ -91,31 +105,36 @@ def page_bytes(key: bytes, nbytes: int) -> bytes:
     return words.bytes(nbytes)
 
 
-def write_page(host: Segmented, page: int, data: bytes) -> None:
+def write_page(host: AnyPages, page: int, data: bytes) -> None:
     """Put a page's bytes, in stored order, where the pool has them."""
+    if isinstance(host, Paged):
+        host.write_page(page, data)
+        return
     at = 0
     for address, nbytes in host.segments([page])[0]:
         ctypes.memmove(address, data[at : at + nbytes], nbytes)
         at += nbytes
 
 
-def read_page(host: Segmented, page: int) -> bytes:
+def read_page(host: AnyPages, page: int) -> bytes:
     """Return a page's bytes in stored order."""
+    if isinstance(host, Paged):
+        return host.read_page(page)
     return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in host.segments([page])[0])
 
 
-def fill_pages(host: Segmented, pages: Sequence[int], keys: Sequence[bytes], nbytes: int) -> None:
+def fill_pages(host: AnyPages, pages: Sequence[int], keys: Sequence[bytes], nbytes: int) -> None:
     """Write the content of each key into its page."""
     for page, key in zip(pages, keys, strict=True):
         write_page(host, page, page_bytes(key, nbytes))
 
 
-def blank_pages(host: Segmented, pages: Sequence[int], nbytes: int) -> None:
+def blank_pages(host: AnyPages, pages: Sequence[int], nbytes: int) -> None:
     """Overwrite pages with a pattern that no key has."""
     for page in pages:
         write_page(host, page, b"\xa5" * nbytes)
 
 
-def pages_equal(host: Segmented, pages: Sequence[int], keys: Sequence[bytes], nbytes: int) -> list[bool]:
+def pages_equal(host: AnyPages, pages: Sequence[int], keys: Sequence[bytes], nbytes: int) -> list[bool]:
     """Tell for each page whether it holds the content of its key."""
     return [read_page(host, page) == page_bytes(key, nbytes) for page, key in zip(pages, keys, strict=True)]

@@ -98,8 +98,8 @@ class PageStoreSuite:
         finally:
             store.close()
 
-    def pool(self) -> ArrayPool:
-        """Return host pages for a test."""
+    def pool(self) -> Any:  # noqa: ANN401 - of a kind that the store takes
+        """Return pages for a test: an `ArrayPool` in host memory, unless a subclass has another."""
         return ArrayPool(self.geometry, self.layout, _PAGES)
 
     def put(self, store: Store, keys: Sequence[bytes], **options: object) -> list[bool]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .kvikio_package import why_no_kvikio
+from .cufile_library import facts, gpudirect
+from .kvikio_package import compat_mode, missing_library, why_no_kvikio
 from .medium import filesystem
-from .nixl_lane import QUEUES
+from .nixl_lane import GPU_PLUGINS, QUEUES
 from .nixl_package import why_no_nixl
 from .trials import Trial, try_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _GOOD = "a small aligned write and read came back equal"
 _URING_SWITCH = Path("/proc/sys/kernel/io_uring_disabled")
 _AIO_USED, _AIO_LIMIT = Path("/proc/sys/fs/aio-nr"), Path("/proc/sys/fs/aio-max-nr")
-_GDS_PLUGINS = ("GDS_MT", "GDS")
 
 
 class Finding(NamedTuple):
@@ -39,34 +42,47 @@ def nixl_posix(directory: Path, *, direct: bool) -> list[Finding]:
     return found
 
 
-def nixl_gds(directory: Path) -> list[Finding]:
-    """Say what stands in the way of NIXL's plug-ins for GPU memory."""
-    why = why_no_nixl()
-    trials = [Trial("nixl_gds", directory, {"plugin": plugin}) for plugin in _GDS_PLUGINS]
+def nixl_gpu(directory: Path, *, direct: bool) -> list[Finding]:
+    """Try NIXL's plug-ins with GPU memory."""
+    why = why_no_nixl() or missing_library("libcuda.so.1", "no NVIDIA driver")
+    trials = [Trial("nixl_gpu", directory, {"plugin": plugin, "direct": direct}) for plugin in GPU_PLUGINS]
     verdicts = [why] * len(trials) if why else try_all(trials)
     return [
-        Finding("nixl", plugin, usable=False, reason="; ".join([verdict, *_gpu_facts()]))
-        for plugin, verdict in zip(_GDS_PLUGINS, verdicts, strict=True)
+        Finding("nixl", plugin, not verdict, "; ".join([verdict or f"GPU memory: {_GOOD}", *facts()]))
+        for plugin, verdict in zip(GPU_PLUGINS, verdicts, strict=True)
     ]
 
 
-def kvikio(directory: Path) -> list[Finding]:
+def kvikio_host(directory: Path) -> list[Finding]:
     """Try kvikio with host memory."""
     why = why_no_kvikio()
     if not why:
         (why,) = try_all([Trial("kvikio_host", directory)])
-    reason = "; ".join([why or _GOOD, *_gpu_facts()])
-    return [Finding("kvikio", "host memory", not why, reason)]
+    return [Finding("kvikio", "host memory", not why, "; ".join([why or _GOOD, *facts()]))]
 
 
-def _gpu_facts() -> list[str]:
-    """Say what decides between true GPUDirect, compatibility mode, and none."""
-    facts = []
-    if not Path("/proc/driver/nvidia-fs").exists():
-        facts.append("no nvidia-fs driver (GPUDirect would run in compatibility mode)")
-    if not Path("/run/udev").is_dir():
-        facts.append("no /run/udev (cuFile cannot tell the file system)")
-    return facts
+def kvikio_gpu(directory: Path) -> list[Finding]:
+    """Try kvikio with GPU memory."""
+    why = why_no_kvikio()
+    if not why:
+        (why,) = try_all([Trial("kvikio_gpu", directory)])
+    mode = "GPU memory" if why else f"GPU memory, compat mode {compat_mode()}"
+    return [Finding("kvikio", mode, not why, "; ".join([why or _GOOD, *facts()]))]
+
+
+def device_findings(directory: Path, *, direct: bool = True) -> list[Finding]:
+    """Try everything that moves GPU memory in a directory that exists, best first."""
+    return [*kvikio_gpu(directory), *nixl_gpu(directory, direct=direct)]
+
+
+def chosen_for_devices(findings: Sequence[Finding]) -> Finding | None:
+    """Return what `auto` takes for GPU memory: kvikio, where cuFile reaches the disk without the host.
+
+    Where it would copy through host memory itself, staging there by `posix` is as fast.
+    """
+    if not gpudirect():
+        return None
+    return next((found for found in findings if found.engine == "kvikio" and found.usable), None)
 
 
 def _with_cause(queue: str, verdict: str) -> str:
@@ -86,6 +102,13 @@ def _with_cause(queue: str, verdict: str) -> str:
 def all_findings(directory: Path, *, direct: bool, refused: str) -> list[Finding]:
     """Try everything that is optional in a directory that exists; `refused`: why nothing can work there."""
     if refused:
-        modes = [("nixl", f"POSIX {queue}") for queue in QUEUES] + [("nixl", p) for p in _GDS_PLUGINS]
-        return [Finding(*row, usable=False, reason=refused) for row in [*modes, ("kvikio", "host memory")]]
-    return [*nixl_posix(directory, direct=direct), *nixl_gds(directory), *kvikio(directory)]
+        modes = [("nixl", f"POSIX {queue}") for queue in QUEUES]
+        modes += [("nixl", plugin) for plugin in GPU_PLUGINS]
+        modes += [("kvikio", "host memory"), ("kvikio", "GPU memory")]
+        return [Finding(*row, usable=False, reason=refused) for row in modes]
+    return [
+        *nixl_posix(directory, direct=direct),
+        *nixl_gpu(directory, direct=direct),
+        *kvikio_host(directory),
+        *kvikio_gpu(directory),
+    ]

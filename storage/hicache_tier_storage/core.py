@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hicache_tier.errors import ClosedError
 
+from .device_choice import DeviceEngines
 from .partition import Partition, ReaderPartition
 from .writer import WriterPartition
 
@@ -40,6 +41,8 @@ class StoreCore:
         Key to slot in this process's partition. Lookups need no lock.
     writing : dict
         Keys that a put of this process is storing now, with its claim; `written` tells when some are done.
+    devices : DeviceEngines
+        What moves pages of CUDA devices; needs no lock.
     closed : str
         Why the store cannot be used any more, or "".
     when_idle : callable, optional
@@ -54,10 +57,12 @@ class StoreCore:
         engine: ByteEngine,
         writer: WriterPartition | None,
         foreign: ForeignPages,
+        asked: str = "",
     ) -> None:
         self.root = root
         self.geometry = geometry
         self.engine = engine
+        self.devices = DeviceEngines(root, asked, engine)
         self.writer = writer
         self.foreign = foreign
         self._make_locks()
@@ -81,6 +86,7 @@ class StoreCore:
         self.closed = closed
         self._users = 0
         self._make_locks()
+        self.devices.after_fork()
 
     def check_open(self) -> None:
         """Raise `ClosedError` where the store cannot be used any more."""
@@ -113,9 +119,8 @@ class StoreCore:
         return self._users
 
     def engine_for(self, payload: Payload) -> ByteEngine:
-        """Return what moves these pages."""
-        del payload
-        return self.engine
+        """Return what moves these pages; raises `EngineUnavailableError` as `DeviceEngines.get` does."""
+        return self.engine if payload.device is None else self.devices.get()
 
     def refresh(self) -> None:
         """Follow other writers, if it is time and nobody else is at it. Takes the lock itself."""

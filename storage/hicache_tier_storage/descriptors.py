@@ -20,21 +20,41 @@ if TYPE_CHECKING:
     from .slab import StoreFile
 
 MAX_DESCRIPTORS = 2048  # a transfer; an agent's queue is made for as many
-_MERGED_NBYTES = 1 << 20
+MERGED_NBYTES = 1 << 20
 _PART_NBYTES = 32 << 20
 _PART_MIN_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """Rows of (address or offset, length, device): one a piece, the same number on both sides."""
+    """Rows of (address or offset, length, device): one a piece, the same number on both sides.
+
+    Attributes
+    ----------
+    memory, files : uint64 [n, 3]
+    pages : int64 [n]
+        Page in which each piece starts.
+    """
 
     memory: NDArray[np.uint64]
     files: NDArray[np.uint64]
+    pages: NDArray[np.int64]
 
 
-def describe(batch: PageBatch, first: int, last: int, fds: list[int]) -> Descriptors:
-    """Describe pages `first..last-1`; `fds` are the numbers of their files, one a page."""
+def describe(
+    batch: PageBatch, first: int, last: int, fds: list[int], merged_nbytes: int = MERGED_NBYTES
+) -> Descriptors:
+    """Describe pages `first..last-1`.
+
+    Parameters
+    ----------
+    batch : PageBatch
+    first, last : int
+    fds : list of int
+        Numbers of their files, one a page.
+    merged_nbytes : int
+        Pages that follow each other are merged up to so many bytes.
+    """
     pages, pieces = last - first, batch.addresses.shape[1]
     ends = np.cumsum(batch.nbytes)
     addresses = batch.addresses[first:last].reshape(-1)
@@ -48,14 +68,16 @@ def describe(batch: PageBatch, first: int, last: int, fds: list[int]) -> Descrip
         & (offsets[1:] == offsets[:-1] + lengths[:-1])
         & (devices[1:] == devices[:-1])
     )
-    joined[:: pieces * max(1, _MERGED_NBYTES // batch.page_nbytes)] = False
+    joined[:: pieces * max(1, merged_nbytes // batch.page_nbytes)] = False
     starts = np.flatnonzero(~joined)
     memory = np.zeros((len(starts), 3), np.uint64)
     files = np.empty((len(starts), 3), np.uint64)
     memory[:, 0], files[:, 0] = addresses[starts], offsets[starts]
     memory[:, 1] = files[:, 1] = np.add.reduceat(lengths, starts)
     files[:, 2] = devices[starts]
-    return Descriptors(memory, files)
+    if batch.memory is not None:
+        memory[:, 2] = batch.memory.device
+    return Descriptors(memory, files, first + starts // pieces)
 
 
 def hull(batch: PageBatch) -> tuple[int, int]:
@@ -85,3 +107,15 @@ def parts(batch: PageBatch, first: int, last: int, lanes: int) -> Iterator[tuple
     most = max(1, min(-(-nbytes // batch.page_nbytes), MAX_DESCRIPTORS // batch.addresses.shape[1]))
     for at in range(first, last, most):
         yield at, min(at + most, last)
+
+
+def good_runs(verdicts: list[str], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield runs of pages of `first..last-1` that have no verdict against them."""
+    start = first
+    for at in range(first, last):
+        if verdicts[at]:
+            if at > start:
+                yield start, at
+            start = at + 1
+    if last > start:
+        yield start, last

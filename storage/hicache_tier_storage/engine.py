@@ -25,6 +25,26 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a CUDA device.
+
+    Attributes
+    ----------
+    device : int
+        Number of the device.
+    regions : tuple of (address, nbytes)
+        What the addresses of a batch lie in.
+    owner : object
+        The same from batch to batch, and alive as long as the memory is; engines that register memory do so
+        once an owner, and undo it when the owner goes.
+    """
+
+    device: int
+    regions: tuple[tuple[int, int], ...]
+    owner: object
+
+
 @dataclass(slots=True)
 class PageBatch:
     """Pages to move, in the order of their file positions.
@@ -43,6 +63,8 @@ class PageBatch:
     hook : callable (first, last), optional
         Called by the engine on the thread that moves pages `first..last-1`: before a write, after a read that
         succeeded. May compute checksums; must not raise.
+    memory : DeviceMemory, optional
+        Where the addresses are of a CUDA device; only a `DeviceEngine` is given such batches.
     """
 
     files: list[StoreFile]
@@ -52,6 +74,7 @@ class PageBatch:
     page_nbytes: int
     stride: int
     hook: Callable[[int, int], None] | None = None
+    memory: DeviceMemory | None = None
 
     def __len__(self) -> int:
         return len(self.files)
@@ -77,6 +100,15 @@ class ByteEngine(Protocol):
 
     def close(self) -> None:
         """Stop threads and give back what the engine holds."""
+
+
+@runtime_checkable
+class DeviceEngine(ByteEngine, Protocol):
+    """A byte engine that also moves memory of CUDA devices."""
+
+    @property
+    def device_mode(self) -> str:
+        """How it moves such memory, or "" where it does not."""
 
 
 def moved(engine: ByteEngine, batch: PageBatch, *, write: bool) -> list[str]:

@@ -1,40 +1,44 @@
-"""Byte engine `kvikio` for pages in host memory: one handle a slab, kept open, many futures in flight.
+"""Byte engine `kvikio` for pages in host or GPU memory: one handle a slab, kept open, many futures in flight.
 
 Handles for reads and for writes are apart, so that put and get do not wait for each other; two batches in one
 direction take turns. What kvikio cannot do well goes by `posix`: pages in many small pieces, and the pages
-whose transfer failed, one by one, for a verdict on each.
+whose transfer failed, one by one, for a verdict on each. Pages in GPU memory are tried again by kvikio.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import os
 import threading
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .descriptors import describe, parts
+from .descriptors import describe, good_runs, parts
+from .device_bytes import DeviceBytes
 from .kvikio_package import compat_mode, kvikio_module
 from .posix import PosixEngine, open_reason
+from .registrations import Registrations
 from .retry import retry
 from .slab import SlabDamagedError
 
 if TYPE_CHECKING:
-    from .engine import PageBatch
+    from .descriptors import Descriptors
+    from .engine import DeviceMemory, PageBatch
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
 _HANDLES = 8
 _DEADLINE_S = 60.0
 _MIN_PIECE_NBYTES = 4096
+_TASK_NBYTES = 4 << 20  # kvikio cuts what is longer
 
 
 class KvikioEngine:
-    """Host pages to files and back through `kvikio.CuFile`.
+    """Pages to files and back through `kvikio.CuFile`.
 
     Parameters
     ----------
@@ -76,12 +80,18 @@ class KvikioEngine:
         self._locks = {True: threading.Lock(), False: threading.Lock()}  # by "for writing"
         self._closed = False
         self._handles: dict[bool, dict[StoreFile, Any]] = {True: {}, False: {}}
+        self._regions = Registrations(_register, _deregister)
         self.retried_pages = 0
 
     @property
     def mode(self) -> str:
         """What moves, and kvikio's compatibility mode as it is."""
         return f"host memory, compat mode {compat_mode()}"
+
+    @property
+    def device_mode(self) -> str:
+        """The same of GPU memory."""
+        return f"GPU memory, compat mode {compat_mode()}"
 
     def write(self, batch: PageBatch) -> list[str]:
         """Write every page; "" or a reason for each."""
@@ -95,8 +105,10 @@ class KvikioEngine:
         """Close the handles."""
         self._plain.close()
         if os.getpid() != self._pid:
+            self._regions.leak()
             return
         self._closed = True
+        self._regions.close()
         for write, lock in self._locks.items():
             with lock:
                 self._trim(0, write=write)
@@ -146,7 +158,9 @@ class KvikioEngine:
             return ["engine_error: the engine is closed, or was made by another process"] * count
         if not count:
             return []
-        if batch.page_nbytes < batch.addresses.shape[1] * self._min_piece_nbytes:
+        if batch.memory is not None:
+            self._regions.cover(batch.memory)
+        elif batch.page_nbytes < batch.addresses.shape[1] * self._min_piece_nbytes:
             return self._plain.write(batch) if write else self._plain.read(batch)
         verdicts = [""] * count
         again: list[int] = []
@@ -154,8 +168,13 @@ class KvikioEngine:
             self._trim(_HANDLES, write=write)
             for first, last in parts(batch, 0, count, 1):
                 again += self._part(batch, first, last, verdicts, write=write)
-        if again:
             self.retried_pages += len(again)
+            if batch.memory is not None:
+                for page in again:
+                    if self._part(batch, page, page + 1, verdicts, write=write):
+                        verdicts[page] = "io_error: kvikio moved the page neither with others nor alone"
+                return verdicts
+        if again:
             retry(self._plain, batch, again, verdicts, write=write)
         return verdicts
 
@@ -174,14 +193,15 @@ class KvikioEngine:
                 else:
                     numbers[file] = len(handles)
                     handles.append(opened)
-        good = [at for at in range(first, last) if not verdicts[at]]
-        moving = []
-        for at in good:
+        again: list[int] = []
+        for start, stop in good_runs(verdicts, first, last):
             if write and batch.hook:
-                batch.hook(at, at + 1)
-            pieces = describe(batch, at, at + 1, [numbers[batch.files[at]]])
-            moving.append(self._start(pieces.memory, pieces.files, handles, write=write))
-        return self._finish(batch, dict(zip(good, moving, strict=True)), verdicts, write=write)
+                batch.hook(start, stop)
+            numbered = [numbers[file] for file in batch.files[start:stop]]
+            pieces = describe(batch, start, stop, numbered, _TASK_NBYTES)
+            futures = self._start(pieces, handles, batch.memory, write=write)
+            again += self._finish(batch, pieces, futures, stop, verdicts, write=write)
+        return again
 
     def _open(self, file: StoreFile, *, write: bool) -> Any:  # noqa: ANN401 - of the package
         """Return an open handle, or the verdict on pages of a file that has none."""
@@ -196,55 +216,103 @@ class KvikioEngine:
         except RuntimeError as failure:
             return f"io_error: {failure}"
 
-    def _finish(
-        self, batch: PageBatch, moving: dict[int, list[Any]], verdicts: list[str], *, write: bool
-    ) -> list[int]:
-        """Wait for the pages under way; return those that have to be tried again."""
-        until = time.monotonic() + self._deadline_s
-        again = []
-        for at, futures in moving.items():
-            outcome = _wait(futures, until)
-            if outcome == "timeout":
-                self._leak(write=write)
-                verdicts[at] = f"timeout: no end after {self._deadline_s:.0f} s"
-            elif outcome:
-                _LOG.debug("kvikio: %s", outcome)
-                again.append(at)
-            elif not write and batch.hook:
-                batch.hook(at, at + 1)
-        return again
-
     @staticmethod
-    def _start(memory: Any, files: Any, handles: list[Any], *, write: bool) -> list[Any]:  # noqa: ANN401
+    def _start(
+        pieces: Descriptors, handles: list[Any], memory: DeviceMemory | None, *, write: bool
+    ) -> list[Any]:
+        """Hand all pieces on; return their futures, or what was raised instead of one."""
+        bytes_at = _host_bytes if memory is None else DeviceBytes
+        calls = [handle.pwrite if write else handle.pread for handle in handles]
         futures: list[Any] = []
-        for (address, nbytes, _), (offset, _, number) in zip(memory.tolist(), files.tolist(), strict=True):
-            raw = (ctypes.c_uint8 * nbytes).from_address(address)
-            view = np.frombuffer(raw, np.uint8)
-            handle = handles[number]
+        for (address, nbytes, _), (offset, _, number) in zip(
+            pieces.memory.tolist(), pieces.files.tolist(), strict=True
+        ):
             try:
-                call = handle.pwrite if write else handle.pread
-                futures.append((call(view, file_offset=offset), nbytes))
-            except Exception as error:  # noqa: BLE001 - it becomes a retry of this page
-                futures.append((error, nbytes))
+                futures.append(calls[number](bytes_at(address, nbytes), file_offset=offset))
+            except Exception as error:  # noqa: BLE001 - it becomes a retry of these pages
+                futures.append(error)
         return futures
 
+    def _finish(
+        self,
+        batch: PageBatch,
+        pieces: Descriptors,
+        futures: list[Any],
+        last: int,
+        verdicts: list[str],
+        *,
+        write: bool,
+    ) -> list[int]:
+        """Wait for the pieces under way; return the pages that have to be tried again."""
+        until = time.monotonic() + self._deadline_s
+        again: set[int] = set()
+        first = int(pieces.pages[0])
+        ends = [*pieces.pages[1:].tolist(), last]
+        late = False
+        for future, nbytes, page, end in zip(
+            futures, pieces.memory[:, 1].tolist(), pieces.pages.tolist(), ends, strict=True
+        ):
+            outcome = _wait(future, nbytes, until)
+            if not outcome:
+                continue
+            touched = range(page, max(page + 1, end))
+            if outcome == "timeout":
+                late = True
+                reason = f"timeout: no end after {self._deadline_s:.0f} s"
+                verdicts[touched.start : touched.stop] = [reason] * len(touched)
+            else:
+                _LOG.debug("kvikio: %s", outcome)
+                again.update(touched)
+        if late:
+            self._leak(write=write)
+        again = {page for page in again if not verdicts[page]}
+        if batch.hook and not write:
+            for page in range(first, last):
+                if not verdicts[page] and page not in again:
+                    batch.hook(page, page + 1)
+        return sorted(again)
 
-def _wait(futures: list[Any], until: float) -> str:
-    """Wait for a page's futures; return "", `timeout`, or what went wrong."""
-    trouble = ""
-    for future, nbytes in futures:
-        if isinstance(future, Exception):
-            trouble = trouble or str(future)
-            continue
-        pause = 50e-6
-        while not future.done():
-            if time.monotonic() > until:
-                return "timeout"
-            time.sleep(pause)
-            pause = min(2e-3, 2 * pause)
-        moved = -1
-        with suppress(Exception):  # what it says is not needed: the page is tried once more
-            moved = future.get()
-        if moved != nbytes:
-            trouble = trouble or f"{moved} of {nbytes} bytes were moved"
-    return trouble
+
+def _host_bytes(address: int, nbytes: int) -> Any:  # noqa: ANN401 - an array
+    raw: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(raw, np.uint8)
+
+
+def _wait(future: Any, nbytes: int, until: float) -> str:  # noqa: ANN401 - of the package
+    """Wait for one piece; return "", `timeout`, or what went wrong."""
+    if isinstance(future, Exception):
+        return str(future) or type(future).__name__
+    pause = 50e-6
+    while not future.done():
+        if time.monotonic() > until:
+            return "timeout"
+        time.sleep(pause)
+        pause = min(2e-3, 2 * pause)
+    try:
+        moved = future.get()
+    except Exception as error:  # noqa: BLE001 - the pages are tried once more
+        return str(error) or type(error).__name__
+    return "" if moved == nbytes else f"{moved} of {nbytes} bytes were moved"
+
+
+def _register(memory: DeviceMemory) -> list[DeviceBytes]:
+    """Register a ring with cuFile, which then need not copy through buffers of its own; a pool is too large.
+
+    Where that fails kvikio moves the memory all the same.
+    """
+    if len(memory.regions) > 1:
+        return []
+    try:
+        buffer = importlib.import_module("kvikio.buffer")
+        done = [DeviceBytes(*region) for region in memory.regions]
+        for region in done:
+            buffer.memory_register(region)
+    except Exception as error:  # noqa: BLE001 - of the package
+        _LOG.info("kvikio goes on without registered memory: %s", error)
+        return []
+    return done
+
+
+def _deregister(regions: list[DeviceBytes]) -> None:
+    for region in regions:
+        importlib.import_module("kvikio.buffer").memory_deregister(region)

@@ -1,9 +1,9 @@
-"""Byte engine `nixl`: NIXL's POSIX plug-in with kernel AIO or io_uring, for pages in host memory.
+"""Byte engine `nixl`: NIXL's POSIX plug-in with kernel AIO or io_uring, and GDS_MT for GPU memory.
 
 Lanes (agents) for reads and for writes are apart, and each is used by one thread at a time, so that put and
 get never share an agent. What NIXL cannot move well goes by `posix`: memory that O_DIRECT does not take,
 pages in many small pieces (it has no vectored I/O), and the pages of a transfer that failed, one by one, for
-a verdict on each.
+a verdict on each. Pages in GPU memory that failed are tried one by one through NIXL.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
 
-from .descriptors import MAX_DESCRIPTORS, describe, file_groups, hull, parts
-from .nixl_lane import QUEUES, LaneError, LaneTimeoutError, NixlLane
+from .descriptors import MAX_DESCRIPTORS, describe, file_groups, good_runs, hull, parts
+from .nixl_lane import QUEUES, LaneError, LaneTimeoutError, NixlLane, gpu_plugin, posix_plugin
 from .nixl_package import nixl_module
 from .posix import PosixEngine, default_threads, open_reason
 from .retry import retry
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .engine import PageBatch
+    from .nixl_lane import Plugin
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class NixlEngine:
 
     Attributes
     ----------
+    device_mode : str
+        Plug-in for GPU memory, as the probe finds it; "" where pages in GPU memory are refused.
     retried_pages : int
         Pages that were moved one by one because their transfer failed.
 
@@ -83,6 +86,7 @@ class NixlEngine:
         if queue not in QUEUES:
             raise InvalidArgumentError(f"queue {queue!r} is not known. Allowed: {', '.join(QUEUES)}.")
         nixl_module()
+        self._posix = posix_plugin(queue)
         self._queue = queue
         self._threads = max(1, threads or default_threads())
         self._plain = PosixEngine(direct=direct, threads=self._threads)
@@ -90,9 +94,10 @@ class NixlEngine:
         self._deadline_s = deadline_s
         self._min_piece_nbytes = min_piece_nbytes
         self._lock = threading.Lock()
-        self._idle: dict[bool, list[NixlLane]] = {True: [], False: []}  # by "for writing"
+        self._idle: dict[tuple[Plugin, bool], list[NixlLane]] = {}  # by "for writing"
         self._lanes: weakref.WeakSet[NixlLane] = weakref.WeakSet()
         self._closed = ""
+        self.device_mode = ""
         self.retried_pages = 0
         _ENGINES.add(self)
 
@@ -114,7 +119,7 @@ class NixlEngine:
         with self._lock:
             self._closed = self._closed or "the engine is closed"
             lanes = [lane for idle in self._idle.values() for lane in idle]
-            self._idle = {True: [], False: []}
+            self._idle = {}
         self._pool.shutdown(wait=False, cancel_futures=True)
         for lane in lanes:
             lane.close()
@@ -122,14 +127,14 @@ class NixlEngine:
 
     # -- lanes -----------------------------------------------------------------------------------------
 
-    def take_lane(self, *, write: bool) -> NixlLane:
+    def take_lane(self, plugin: Plugin, *, write: bool) -> NixlLane:
         """Lend a lane to the calling thread."""
         with self._lock:
-            idle = self._idle[write]
+            idle = self._idle.get((plugin, write))
             if idle:
                 return idle.pop()
         try:
-            lane = NixlLane(self._queue, self._deadline_s)
+            lane = NixlLane(plugin, self._deadline_s)
         except Exception as error:
             raise LaneError(f"no agent: {error}") from error
         self._lanes.add(lane)
@@ -138,9 +143,10 @@ class NixlEngine:
     def return_lane(self, lane: NixlLane, *, write: bool) -> None:
         """Take a lane back; one that cannot be used any more, or is one too many, is closed."""
         with self._lock:
-            keep = lane.usable and not self._closed and len(self._idle[write]) < self._threads
+            idle = self._idle.setdefault((lane.plugin, write), [])
+            keep = lane.usable and not self._closed and len(idle) < self._threads
             if keep:
-                self._idle[write].append(lane)
+                idle.append(lane)
         if not keep:
             lane.close()
 
@@ -150,7 +156,7 @@ class NixlEngine:
         self._lock = threading.Lock()
         for lane in list(self._lanes):
             lane.leak()
-        self._idle = {True: [], False: []}
+        self._idle = {}
 
     # -- moving ----------------------------------------------------------------------------------------
 
@@ -160,15 +166,20 @@ class NixlEngine:
             return [f"engine_error: {self._closed}"] * count
         if not count:
             return []
-        if not self._suits(batch):
+        plugin, lanes = self._posix, self._threads
+        if batch.memory is not None:
+            if not self.device_mode:
+                return ["engine_error: no plug-in for GPU memory was found to work"] * count
+            plugin, lanes = gpu_plugin(self.device_mode), 1  # which has threads of its own
+        elif not self._suits(batch):
             return self._plain.write(batch) if write else self._plain.read(batch)
-        move = _Move(self, batch, write=write)
+        move = _Move(self, batch, plugin, write=write)
         for first, last in file_groups(batch.files, _FILES_AT_ONCE):
             with ExitStack() as opened:
                 move.open(first, last, opened, direct=self._plain.mode == "direct")
-                cut = list(parts(batch, first, last, self._threads))
+                cut = list(parts(batch, first, last, lanes))
                 work = iter(cut)
-                helpers = min(self._threads, len(cut)) - 1
+                helpers = min(lanes, len(cut)) - 1
                 futures = [self._pool.submit(move.work, work) for _ in range(helpers)]
                 try:
                     move.work(work)
@@ -176,6 +187,8 @@ class NixlEngine:
                     wait(futures)  # each wait inside has a deadline
                 for future in futures:
                     future.result()
+                if batch.memory is not None:
+                    self.retried_pages += move.again()
         if move.failed:
             self.retried_pages += len(move.failed)
             _LOG.info("%d pages of a NIXL transfer are tried one by one", len(move.failed))
@@ -196,8 +209,8 @@ class NixlEngine:
 class _Move:
     """One batch on its way."""
 
-    def __init__(self, engine: NixlEngine, batch: PageBatch, *, write: bool) -> None:
-        self._engine, self._batch, self._write = engine, batch, write
+    def __init__(self, engine: NixlEngine, batch: PageBatch, plugin: Plugin, *, write: bool) -> None:
+        self._engine, self._batch, self._plugin, self._write = engine, batch, plugin, write
         self._low, self._high = hull(batch)
         self._fds: dict[StoreFile, int] = {}
         self.verdicts = [""] * len(batch)
@@ -220,17 +233,14 @@ class _Move:
 
     def work(self, cut: Iterator[tuple[int, int]]) -> None:
         """Move parts until there are no more; several threads share the iterator."""
-        lane = None
         hook = self._batch.hook
-        try:
+        with _Lent(self._engine, self._plugin, write=self._write) as lent:
             for first, last in cut:
-                for start, stop in self._openable(first, last):
+                for start, stop in good_runs(self.verdicts, first, last):
                     if self._write and hook:
                         hook(start, stop)
                     try:
-                        if lane is None or not lane.usable:
-                            lane = self._engine.take_lane(write=self._write)
-                        self._transfer(lane, start, stop)
+                        self._transfer(lent.lane(), start, stop)
                     except LaneTimeoutError as late:
                         self.verdicts[start:stop] = [f"timeout: {late}"] * (stop - start)
                     except LaneError as error:
@@ -239,27 +249,59 @@ class _Move:
                     else:
                         if not self._write and hook:
                             hook(start, stop)
-        finally:
-            if lane is not None:
-                self._engine.return_lane(lane, write=self._write)
 
-    def _openable(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Leave out pages that have their verdict already."""
-        start = first
-        for at in range(first, last):
-            if self.verdicts[at]:
-                if at > start:
-                    yield start, at
-                start = at + 1
-        if last > start:
-            yield start, last
+    def again(self) -> int:
+        """Move pages whose transfer failed one by one, for a verdict on each; return how many they were."""
+        pages, self.failed = sorted(self.failed), set()
+        hook = self._batch.hook
+        with _Lent(self._engine, self._plugin, write=self._write) as lent:
+            for page in pages:
+                try:
+                    self._transfer(lent.lane(), page, page + 1)
+                except LaneTimeoutError as late:
+                    self.verdicts[page] = f"timeout: {late}"
+                except LaneError as error:
+                    self.verdicts[page] = f"io_error: {error}"
+                else:
+                    if not self._write and hook:
+                        hook(page, page + 1)
+        return len(pages)
 
     def _transfer(self, lane: NixlLane, first: int, last: int) -> None:
         files = self._batch.files[first:last]
         fds = [self._fds[file] for file in files]
-        lane.cover(self._low, self._high)
+        if self._batch.memory is None:
+            lane.cover(self._low, self._high)
+        else:
+            lane.cover_device(self._batch.memory)
         lengths = {self._fds[file]: file.nbytes for file in set(files)}
         lane.transfer(describe(self._batch, first, last, fds), lengths, write=self._write)
+
+
+class _Lent:
+    """A lane for the length of a block, another where it breaks."""
+
+    def __init__(self, engine: NixlEngine, plugin: Plugin, *, write: bool) -> None:
+        self._engine, self._plugin, self._write = engine, plugin, write
+        self._lane: NixlLane | None = None
+
+    def lane(self) -> NixlLane:
+        """Return a lane that can be used; raises `LaneError` where none can be made."""
+        if self._lane is None or not self._lane.usable:
+            self._give_back()
+            self._lane = self._engine.take_lane(self._plugin, write=self._write)
+        return self._lane
+
+    def _give_back(self) -> None:
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            self._engine.return_lane(lane, write=self._write)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back()
 
 
 def _leak_in_child() -> None:

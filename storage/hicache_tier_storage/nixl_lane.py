@@ -7,21 +7,58 @@ import itertools
 import logging
 import os
 import time
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .cufile_library import preload_cufile
 from .descriptors import MAX_DESCRIPTORS
 from .nixl_package import nixl_module
+from .registrations import Registrations
 
 if TYPE_CHECKING:
     from .descriptors import Descriptors
+    from .engine import DeviceMemory
 
 _LOG = logging.getLogger(__name__)
 QUEUES = ("aio", "io_uring")  # POSIX AIO fails later transfers after one error
-_PARAMETERS = {"aio": "use_aio", "io_uring": "use_uring"}
+GPU_PLUGINS = ("GDS_MT", "GDS")
 _KERNEL_QUEUE = 256
 _SUBMITTED_A_POLL = 64  # the plug-in hands that many to the kernel each time it is asked how it goes
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 50e-6, 2e-3
 _NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A plug-in of NIXL as a lane uses it.
+
+    Attributes
+    ----------
+    name : str
+    memory : str
+        `DRAM` or `VRAM`.
+    parameters : tuple of (str, str)
+    submits_when_asked : bool
+        Whether I/O is handed on only as it is asked how a transfer goes.
+    """
+
+    name: str
+    memory: str
+    parameters: tuple[tuple[str, str], ...] = ()
+    submits_when_asked: bool = False
+
+
+def posix_plugin(queue: str) -> Plugin:
+    """Return the POSIX plug-in with one of `QUEUES`."""
+    switch = {"aio": "use_aio", "io_uring": "use_uring"}[queue]
+    sizes = (("ios_pool_size", str(MAX_DESCRIPTORS)), ("kernel_queue_size", str(_KERNEL_QUEUE)))
+    return Plugin("POSIX", "DRAM", ((switch, "true"), *sizes), submits_when_asked=True)
+
+
+def gpu_plugin(name: str) -> Plugin:
+    """Return one of `GPU_PLUGINS`."""
+    return Plugin(name, "VRAM")
 
 
 class LaneError(Exception):
@@ -33,31 +70,27 @@ class LaneTimeoutError(Exception):
 
 
 class NixlLane:
-    """An agent of its own with the POSIX plug-in. Not thread-safe.
+    """An agent of its own with one plug-in. Not thread-safe.
 
     Parameters
     ----------
-    queue : str
-        `aio` or `io_uring`.
+    plugin : Plugin
     deadline_s : float
         Longest wait for one transfer.
     """
 
-    def __init__(self, queue: str, deadline_s: float) -> None:
+    def __init__(self, plugin: Plugin, deadline_s: float) -> None:
         nixl = nixl_module()
+        if plugin.memory == "VRAM":
+            preload_cufile()
+        self.plugin = plugin
         self._name = f"hct-{os.getpid()}-{next(_NUMBERS)}"
         self._deadline_s = deadline_s
         settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent = nixl.nixl_agent(self._name, settings)
-        self._agent.create_backend(
-            "POSIX",
-            {
-                _PARAMETERS[queue]: "true",
-                "ios_pool_size": str(MAX_DESCRIPTORS),
-                "kernel_queue_size": str(_KERNEL_QUEUE),
-            },
-        )
-        self._backends = ["POSIX"]
+        self._agent.create_backend(plugin.name, dict(plugin.parameters))
+        self._backends = [plugin.name]
+        self._regions = Registrations(self._register, self._deregister)
         self._memory: Any = None
         self._low = self._high = 0
         self.usable = True
@@ -80,11 +113,31 @@ class NixlLane:
         try:
             if old is not None:
                 self._agent.deregister_memory(old, self._backends)
-            self._memory = self._agent.register_memory([(low, high - low, 0, "")], "DRAM", self._backends)
+            rows = [(low, high - low, 0, "")]
+            self._memory = self._agent.register_memory(rows, self.plugin.memory, self._backends)
         except Exception as error:
             self.usable = False
             raise LaneError(f"memory was not registered: {error}") from error
         self._low, self._high = low, high
+
+    def cover_device(self, memory: DeviceMemory) -> None:
+        """Have memory of a device registered, once an owner.
+
+        Raises
+        ------
+        LaneError
+        """
+        try:
+            self._regions.cover(memory)
+        except Exception as error:
+            raise LaneError(f"memory of the device was not registered: {error}") from error
+
+    def _register(self, memory: DeviceMemory) -> Any:  # noqa: ANN401 - of the package
+        rows = [(address, nbytes, memory.device, "") for address, nbytes in memory.regions]
+        return self._agent.register_memory(rows, self.plugin.memory, self._backends)
+
+    def _deregister(self, registered: object) -> None:
+        self._agent.deregister_memory(registered, self._backends)
 
     def transfer(self, pieces: Descriptors, files: dict[int, int], *, write: bool) -> None:
         """Move all pieces and wait for them.
@@ -109,7 +162,7 @@ class NixlLane:
             registered = agent.register_memory(rows, "FILE", self._backends)
             handle = agent.initialize_xfer(
                 "WRITE" if write else "READ",
-                agent.get_xfer_descs(pieces.memory, "DRAM"),
+                agent.get_xfer_descs(pieces.memory, self.plugin.memory),
                 agent.get_xfer_descs(pieces.files, "FILE"),
                 self._name,
                 backends=self._backends,
@@ -136,7 +189,8 @@ class NixlLane:
         start = time.monotonic()
         state = agent.transfer(handle)
         # Ask at once until all is with the kernel, then leave the processor to others.
-        busy = -(-min(pieces, _KERNEL_QUEUE) // _SUBMITTED_A_POLL)
+        asked = min(pieces, _KERNEL_QUEUE) if self.plugin.submits_when_asked else 0
+        busy = -(-asked // _SUBMITTED_A_POLL)
         pause = _FIRST_WAIT_S
         while state == "PROC":
             if busy:
@@ -168,13 +222,18 @@ class NixlLane:
         not have.
         """
         self.usable = False
+        self._regions.leak()
         _leak(self._agent)
 
     def close(self) -> None:
         """Give memory and agent back."""
-        if self.usable and self._memory is not None:
-            memory = self._memory
-            self._give_back(lambda: self._agent.deregister_memory(memory, self._backends))
+        if self._agent is None:
+            return
+        if self.usable:
+            self._regions.close()
+            if self._memory is not None:
+                self._give_back(partial(self._deregister, self._memory))
+        self._regions.leak()
         self._memory = self._agent = None
         self.usable = False
 

@@ -245,6 +245,7 @@ def _open_root(path: Path, way: _Way, capacity_bytes: int | str | None, files: i
             verify_foreign=is_network(path),
             checksums=way.checksums,
             owns_engine=isinstance(way.engine, str),
+            asked=way.engine if isinstance(way.engine, str) else "",
         )
     except BaseException as error:
         if foreign is not None:

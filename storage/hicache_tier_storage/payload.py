@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from .checksum import page_checksum
 from .engine import PageBatch, moved
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
+    from hicache_tier.device_pool import DevicePool
     from hicache_tier.geometry import KVGeometry
     from hicache_tier.layout import Layout
 
@@ -42,6 +43,10 @@ class HostPages(Protocol):
 
     def in_use(self) -> AbstractContextManager[object]:
         """Keep the memory mapped while the block runs."""
+
+
+Pool: TypeAlias = "HostPages | DevicePool"
+"""Where a caller's pages lie."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from hicache_tier.device_paths import check_device_route
 from hicache_tier.errors import InvalidArgumentError
 
 from .leased import Leased
@@ -14,14 +16,18 @@ from .payload import HostPayload
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+    from hicache_tier.device_pool import DevicePool
     from hicache_tier.geometry import KVGeometry
     from hicache_tier.layout import Layout
 
-    from .payload import HostPages, Payload
+    from .device_payload import DevicePages, DevicePayload
+    from .payload import HostPages, Payload, Pool
+
+_DEVICE_PAGES: WeakKeyDictionary[DevicePool, dict[str, DevicePages]] = WeakKeyDictionary()
 
 
 def payload_of(
-    pool: HostPages,
+    pool: Pool,
     pages: ArrayLike,
     count: int,
     geometry: KVGeometry,
@@ -33,7 +39,7 @@ def payload_of(
 
     Parameters
     ----------
-    pool : HostPool
+    pool : HostPool or DevicePool
     pages : int tensor or sequence, [count]
     count : int
     geometry, layout
@@ -44,24 +50,57 @@ def payload_of(
     Raises
     ------
     InvalidArgumentError
+    UnsupportedTransferError
+        Where the path table has no device route for the pool.
     """
-    if not (hasattr(pool, "segment_table") and hasattr(pool, "geometry")):
-        raise InvalidArgumentError(f"a host pool is needed, got {type(pool).__name__}.")
-    if pool.geometry != geometry:
+    if hasattr(pool, "segment_table") and hasattr(pool, "geometry"):
+        return _host_payload(cast("HostPages", pool), pages, count, geometry, layout, unique=unique)
+    from hicache_tier.device_pool import DevicePool  # here, because it needs torch
+
+    if isinstance(pool, DevicePool):
+        return _device_payload(pool, pages, count, geometry, layout, unique=unique)
+    raise InvalidArgumentError(f"a host pool or a device pool is needed, got {type(pool).__name__}.")
+
+
+def _host_payload(
+    host: HostPages, pages: ArrayLike, count: int, geometry: KVGeometry, layout: Layout, *, unique: bool
+) -> HostPayload:
+    _check_geometry("host", host.geometry, geometry)
+    if host.layout.page_axes != layout.page_axes:
         raise InvalidArgumentError(
-            f"the host pool holds {pool.geometry.as_dict()}, the store {geometry.as_dict()}."
-        )
-    if pool.layout.page_axes != layout.page_axes:
-        raise InvalidArgumentError(
-            f"the order of axes differs: the host pool is {pool.layout.value}, the store {layout.value}."
+            f"the order of axes differs: the host pool is {host.layout.value}, the store {layout.value}."
         )
     page_numbers(pages, count, unique=unique)
     if count == 0:
-        return HostPayload(pool, np.empty((0, 1), np.uint64), np.empty(1, np.uint64))
-    addresses, nbytes = pool.segment_table(pages)
+        return HostPayload(host, np.empty((0, 1), np.uint64), np.empty(1, np.uint64))
+    addresses, nbytes = host.segment_table(pages)
     addresses, nbytes = addresses.astype(np.uint64, copy=False), nbytes.astype(np.uint64, copy=False)
-    lease = getattr(pool, "lease", None)
-    return HostPayload(pool, addresses, nbytes) if lease is None else Leased(pool, addresses, nbytes, lease)
+    lease = getattr(host, "lease", None)
+    return HostPayload(host, addresses, nbytes) if lease is None else Leased(host, addresses, nbytes, lease)
+
+
+def _device_payload(
+    pool: DevicePool, pages: ArrayLike, count: int, geometry: KVGeometry, layout: Layout, *, unique: bool
+) -> DevicePayload:
+    from .device_payload import DevicePages, DevicePayload
+
+    _check_geometry("device", pool.local_geometry, geometry)
+    check_device_route(geometry.kind, layout, sharded=pool.sharded)
+    if hasattr(pages, "cpu"):
+        pages = pages.cpu()
+    numbers = page_numbers(pages, count, unique=unique).astype(np.int64)
+    outside = numbers[(numbers < 0) | (numbers >= pool.num_pages)]
+    if len(outside):
+        raise InvalidArgumentError(f"pages must be within 0 .. {pool.num_pages - 1}, got {int(outside[0])}.")
+    known = _DEVICE_PAGES.setdefault(pool, {})
+    if layout.page_axes not in known:
+        known[layout.page_axes] = DevicePages.of(pool, layout)
+    return DevicePayload.of(known[layout.page_axes], numbers)
+
+
+def _check_geometry(kind: str, ours: KVGeometry, stored: KVGeometry) -> None:
+    if ours != stored:
+        raise InvalidArgumentError(f"the {kind} pool holds {ours.as_dict()}, the store {stored.as_dict()}.")
 
 
 def page_numbers(pages: ArrayLike, count: int, *, unique: bool) -> NDArray[np.integer]:

@@ -98,7 +98,8 @@ def probe_engines(directory: str | os.PathLike[str]) -> list[EngineProbe]:
     """Try every engine and mode in `directory` (or where it would be created).
 
     `auto` takes `posix`: for host memory the others are not faster, which
-    `hicache-tier bench storage --engine all` shows.
+    `hicache-tier bench storage --engine all` shows. For GPU memory it takes what is chosen among the rows
+    for that, and where none is, `posix` by way of pinned host memory.
 
     Raises
     ------
@@ -109,7 +110,8 @@ def probe_engines(directory: str | os.PathLike[str]) -> list[EngineProbe]:
     path = existing_parent(Path(directory).absolute())
     refused = "" if rows[1].usable else rows[1].reason
     found = accelerators.all_findings(path, direct=rows[0].usable, refused=refused)
-    return rows + [EngineProbe(*finding, chosen=False) for finding in found]
+    for_devices = accelerators.chosen_for_devices(found)
+    return rows + [EngineProbe(*finding, chosen=finding == for_devices) for finding in found]
 
 
 def probe(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -160,7 +162,7 @@ def _accelerated(directory: Path, engine: str, *, direct: bool, threads: int | N
     """Make an engine that was insisted on."""
     path = existing_parent(directory)
     if engine == "kvikio":
-        found = accelerators.kvikio(path)
+        found = accelerators.kvikio_host(path)
         if found[0].usable:
             from .kvikio_engine import KvikioEngine
 

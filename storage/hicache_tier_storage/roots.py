@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from .payload import HostPages
+    from .payload import Pool
 
 _LOG = logging.getLogger(__name__)
 _THREADS_A_ROOT = 4  # calls under way on one root, beside the one that the caller's thread makes
@@ -123,13 +123,13 @@ class SeveralRoots(PageStore):
     def put(
         self,
         keys: Sequence[PageKey],
-        host: HostPages,
+        host: Pool,
         pages: ArrayLike,
         *,
         parents: Sequence[PageKey | None] | None = None,
         pin: bool = False,
     ) -> list[PageStatus]:
-        """Store pages of a host pool, on all roots at once; see `PageStore.put`."""
+        """Store pages of a pool, on all roots at once; see `PageStore.put`."""
         offer = self._stores[0]._offer(keys, host, pages, parents)  # noqa: SLF001 - of its own class
 
         def store(one: PageStore, rows: list[int]) -> list[PageStatus]:
@@ -138,8 +138,8 @@ class SeveralRoots(PageStore):
         with offer.payload.in_use():
             return self._on_all(offer.keys, store)
 
-    def get(self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike) -> list[PageStatus]:
-        """Load pages into a host pool, from all roots at once; see `PageStore.get`."""
+    def get(self, keys: Sequence[PageKey], host: Pool, pages: ArrayLike) -> list[PageStatus]:
+        """Load pages into a pool, from all roots at once; see `PageStore.get`."""
         names, payload = self._stores[0]._wanted(keys, host, pages)  # noqa: SLF001 - the same
 
         def load(one: PageStore, rows: list[int]) -> list[PageStatus]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .engine import ByteEngine
     from .foreign import ForeignPages
     from .identity import Identity
-    from .payload import HostPages, Payload
+    from .payload import Payload, Pool
     from .slab import FileCache
     from .writer import WriterPartition
 
@@ -69,6 +69,7 @@ class PageStore:
         verify_foreign: bool,
         checksums: bool,
         owns_engine: bool = True,
+        asked: str = "",
     ) -> None:
         self.identity = identity
         self.layout = layout
@@ -78,7 +79,12 @@ class PageStore:
         self._cache = cache
         self._owns_engine = owns_engine
         self._core = core = StoreCore(
-            root=self.root, geometry=self.geometry, engine=engine, writer=writer, foreign=foreign
+            root=self.root,
+            geometry=self.geometry,
+            engine=engine,
+            writer=writer,
+            foreign=foreign,
+            asked=asked,
         )
         self._getter = Getter(core, verify_always=verify_always, verify_foreign=verify_foreign)
         self._putter: Putter | None = None
@@ -176,21 +182,23 @@ class PageStore:
     def put(
         self,
         keys: Sequence[PageKey],
-        host: HostPages,
+        host: Pool,
         pages: ArrayLike,
         *,
         parents: Sequence[PageKey | None] | None = None,
         pin: bool = False,
     ) -> list[PageStatus]:
-        """Store pages of a host pool.
+        """Store pages of a host pool or of a device pool.
 
         Parameters
         ----------
         keys : sequence of bytes or hex text
             One a page; at most 32 bytes, longer ones are stored as their SHA-256. A batch is taken as a chain
             in prefix order: its first page is kept longest.
-        host : HostPool
-            Of the store's geometry and axis order. The pages must not change until the call returns.
+        host : HostPool or DevicePool
+            Of the store's geometry; a host pool of its axis order too. The pages must not change until the
+            call returns. Pages of a device pool go to disk without a host pool, after all that the current
+            stream has been given.
         pages : int tensor or sequence, [n]
             Page numbers, one a key.
         parents : sequence, optional
@@ -208,19 +216,23 @@ class PageStore:
         ------
         InvalidArgumentError, ClosedError
             Before anything is touched.
+        UnsupportedTransferError
+            Where the path table has no device route for the pool; the same.
+        EngineUnavailableError
+            Where the engine that was insisted on does not move a device's memory; the same.
         """
         offer = self._offer(keys, host, pages, parents)
         with offer.payload.in_use():
             return self._store(offer, pin=pin)
 
-    def get(self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike) -> list[PageStatus]:
-        """Load pages into a host pool.
+    def get(self, keys: Sequence[PageKey], host: Pool, pages: ArrayLike) -> list[PageStatus]:
+        """Load pages into a host pool or into a device pool.
 
         Parameters
         ----------
         keys : sequence of bytes or hex text
-        host : HostPool
-            Of the store's geometry and axis order.
+        host : HostPool or DevicePool
+            Of the store's geometry; a host pool of its axis order too.
         pages : int tensor or sequence, [n]
             Page numbers to fill, one a key. A page whose status is falsy holds unspecified bytes.
 
@@ -231,8 +243,8 @@ class PageStore:
 
         Raises
         ------
-        InvalidArgumentError, ClosedError
-            Before anything is touched.
+        InvalidArgumentError, ClosedError, UnsupportedTransferError, EngineUnavailableError
+            As `put`, before anything is touched.
         """
         names, payload = self._wanted(keys, host, pages)
         with payload.in_use():
@@ -298,6 +310,7 @@ class PageStore:
                 **verdicts,
                 "engine": core.engine.name,
                 "mode": core.engine.mode,
+                "device_mode": core.devices.mode,
                 "namespace": self.identity.namespace,
                 "partition": writer.name if writer else None,
                 "pages": len(core.index),
@@ -350,6 +363,7 @@ class PageStore:
                 core.writer.abandon()
         finally:
             core.foreign.close()
+            core.devices.close()
             if self._owns_engine:  # one that the caller passed in may serve other stores
                 core.engine.close()
             self._cache.close()
@@ -378,7 +392,7 @@ class PageStore:
     def _offer(
         self,
         keys: Sequence[PageKey],
-        host: HostPages,
+        host: Pool,
         pages: ArrayLike,
         parents: Sequence[PageKey | None] | None,
     ) -> Offer:
@@ -388,7 +402,7 @@ class PageStore:
         parent_keys = _parent_keys(names, parents)
         heads = [0 if parent is None else key_head(parent) for parent in parent_keys]
         there = [parent for parent in parent_keys if parent is not None]
-        payload = payload_of(host, pages, len(names), self.geometry, self.layout)
+        payload = self._payload(host, pages, len(names))
         return Offer(names, there, heads, payload)
 
     def _store(self, offer: Offer, *, pin: bool) -> list[PageStatus]:
@@ -398,13 +412,17 @@ class PageStore:
         with self._core.session():
             return putter.put(offer, pin=pin)
 
-    def _wanted(
-        self, keys: Sequence[PageKey], host: HostPages, pages: ArrayLike
-    ) -> tuple[list[bytes], Payload]:
+    def _wanted(self, keys: Sequence[PageKey], host: Pool, pages: ArrayLike) -> tuple[list[bytes], Payload]:
         """Check what is to be loaded; return keys and where they go."""
         self._core.check_open()
         names = normalise_keys(keys)
-        return names, payload_of(host, pages, len(names), self.geometry, self.layout, unique=True)
+        return names, self._payload(host, pages, len(names), unique=True)
+
+    def _payload(self, host: Pool, pages: ArrayLike, count: int, *, unique: bool = False) -> Payload:
+        """Check pool and page numbers, and that there is what moves them."""
+        payload = payload_of(host, pages, count, self.geometry, self.layout, unique=unique)
+        self._core.engine_for(payload)
+        return payload
 
     def _load(self, names: list[bytes], payload: Payload) -> list[PageStatus]:
         """Load what was checked."""

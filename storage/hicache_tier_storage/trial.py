@@ -11,28 +11,32 @@ import json
 import mmap
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .cufile_library import preload_cufile
 from .descriptors import Descriptors
+from .device_bytes import DeviceBytes
+from .engine import DeviceMemory
 from .kvikio_package import kvikio_module, missing_library
 from .medium import nameless_file
-from .nixl_lane import NixlLane
-from .nixl_package import nixl_module
+from .nixl_lane import NixlLane, gpu_plugin, posix_plugin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _NBYTES = 4096
+_PAGE = np.zeros(1, np.int64)
 _DEADLINE_S = 5.0
 GOOD = "a small aligned write and read came back equal"
 
 
 def nixl_posix(directory: Path, queue: str, *, direct: bool) -> str:
     """Try NIXL's POSIX plug-in with one of its queues; return "" or why it does not work."""
-    lane = NixlLane(queue, _DEADLINE_S)
+    lane = NixlLane(posix_plugin(queue), _DEADLINE_S)
     buffer = mmap.mmap(-1, 2 * _NBYTES)
     buffer[:_NBYTES] = os.urandom(_NBYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -43,7 +47,7 @@ def nixl_posix(directory: Path, queue: str, *, direct: bool) -> str:
         files = np.array([[0, _NBYTES, fd]], np.uint64)
         for at, write in ((0, True), (_NBYTES, False)):
             memory = np.array([[address + at, _NBYTES, 0]], np.uint64)
-            lane.transfer(Descriptors(memory, files), {fd: _NBYTES}, write=write)
+            lane.transfer(Descriptors(memory, files, _PAGE), {fd: _NBYTES}, write=write)
     finally:
         os.close(fd)
     lane.close()
@@ -65,28 +69,71 @@ def kvikio_host(directory: Path) -> str:
     return "" if (source == target).all() else "a small aligned read gave other bytes"
 
 
-def nixl_gds(directory: Path, plugin: str) -> str:
-    """Try to make a GDS plug-in of NIXL; return why it does not work, or that nothing uses it."""
-    lacks = (
-        missing_library("libcuda.so.1", "no NVIDIA driver"),
-        missing_library("libcufile.so.0", "install nvidia-cufile, or add it to LD_LIBRARY_PATH"),
-    )
-    why = "; ".join(lack for lack in lacks if lack)
+def nixl_gpu(directory: Path, plugin: str, *, direct: bool) -> str:
+    """Try one of NIXL's plug-ins for GPU memory; return "" or why it does not work."""
+    why = missing_library("libcuda.so.1", "no NVIDIA driver") or preload_cufile()
     if why:
         return why
-    ctypes.CDLL("libcufile.so.0", mode=ctypes.RTLD_GLOBAL)  # where the plug-in looks for it
-    nixl = nixl_module()
-    agent = nixl.nixl_agent("hct-trial", nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
-    agent.create_backend(plugin, {})
-    fd = nameless_file(directory, 0)
-    agent.register_memory([(0, _NBYTES, fd, "")], "FILE", [plugin])
-    return f"{plugin} starts and takes a file here, but no part of this version moves GPU memory yet"
+    with _device_pages() as (memory, source, target), _named_file(directory) as path:
+        lane = NixlLane(gpu_plugin(plugin), _DEADLINE_S)
+        fd = os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
+        lane.cover_device(memory)
+        files = np.array([[0, _NBYTES, fd]], np.uint64)
+        for address, write in ((source, True), (target, False)):
+            rows = np.array([[address, _NBYTES, memory.device]], np.uint64)
+            lane.transfer(Descriptors(rows, files, _PAGE), {fd: _NBYTES}, write=write)
+        return _compared(memory)
+
+
+def kvikio_gpu(directory: Path) -> str:
+    """Try kvikio with GPU memory; return "" or why it does not work."""
+    kvikio = kvikio_module()
+    with _device_pages() as (memory, source, target), _named_file(directory) as path:
+        with kvikio.CuFile(path, "r+") as file:
+            file.write(DeviceBytes(source, _NBYTES))
+            file.read(DeviceBytes(target, _NBYTES))
+        return _compared(memory)
+
+
+@contextmanager
+def _named_file(directory: Path) -> Iterator[Path]:
+    """Make a small file; cuFile does not take nameless ones everywhere."""
+    path = directory / f".hct-probe-{os.getpid()}"
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, _NBYTES)
+        yield path
+    finally:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _device_pages() -> Iterator[tuple[DeviceMemory, int, int]]:
+    """Make two pages on the first device, the first of random bytes; yield them and their addresses."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device")
+    raw = torch.zeros(3 * _NBYTES, dtype=torch.uint8, device="cuda:0")
+    skew = -raw.data_ptr() % _NBYTES
+    pages = raw[skew : skew + 2 * _NBYTES].view(2, _NBYTES)
+    pages[0] = torch.randint(0, 256, (_NBYTES,), dtype=torch.uint8)
+    torch.cuda.synchronize()
+    address = pages.data_ptr()
+    yield DeviceMemory(0, ((address, 2 * _NBYTES),), pages), address, address + _NBYTES
+
+
+def _compared(memory: DeviceMemory) -> str:
+    pages: Any = memory.owner
+    return "" if bool((pages[0] == pages[1]).all()) else "a small aligned read gave other bytes"
 
 
 _TRIALS: dict[str, Callable[..., str]] = {
     "nixl_posix": nixl_posix,
-    "nixl_gds": nixl_gds,
+    "nixl_gpu": nixl_gpu,
     "kvikio_host": kvikio_host,
+    "kvikio_gpu": kvikio_gpu,
 }
 
 

@@ -139,9 +139,11 @@ def test_descriptors_are_bounded(engine, bench):
     assert len(list(Path("/proc/self/fd").iterdir())) < before
 
 
+@pytest.mark.parametrize("merged", [1, 2])
 @pytest.mark.parametrize("fault", ["short", "raises", "refused"])
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_transfer_that_fails_is_repeated_for_its_page(engine, bench, monkeypatch, fault, verb):
+def test_a_transfer_that_fails_is_repeated_for_its_pages(engine, bench, monkeypatch, fault, verb, merged):
+    monkeypatch.setattr(kvikio_engine, "_TASK_NBYTES", merged * 4096)
     slab = bench.slab()
     places = [(slab, slot) for slot in range(4)]
     memory = filled(4)
@@ -164,7 +166,7 @@ def test_a_transfer_that_fails_is_repeated_for_its_page(engine, bench, monkeypat
     hooked = []
     batch.hook = lambda first, last: hooked.extend(range(first, last))
     assert not any(getattr(engine, verb)(batch))
-    assert engine.retried_pages == 1
+    assert engine.retried_pages == merged
     assert sorted(hooked) == [0, 1, 2, 3]
     assert [bench.on_disk(slab, slot) for slot in range(4)] == [target.page(slot) for slot in range(4)]
 

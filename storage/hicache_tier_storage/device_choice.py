@@ -1,0 +1,107 @@
+"""Which engine moves the pages of a CUDA device: as asked, or as it is found out when first needed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from hicache_tier.errors import EngineUnavailableError
+
+from . import accelerators
+from .engine import DeviceEngine
+from .medium import existing_parent
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .engine import ByteEngine
+
+_LOG = logging.getLogger(__name__)
+
+
+class DeviceEngines:
+    """The engines of one store for pages of CUDA devices.
+
+    Parameters
+    ----------
+    directory : Path
+    asked : str
+        `auto`, `posix`, `nixl` or `kvikio`, as the store was opened; "" for an engine of the caller's own.
+    engine : ByteEngine
+        The store's, for pages in host memory.
+    """
+
+    def __init__(self, directory: Path, asked: str, engine: ByteEngine) -> None:
+        self._directory, self._asked, self._engine = directory, asked, engine
+        self._lock = threading.Lock()
+        self._found: ByteEngine | None = None
+        self._own: ByteEngine | None = None
+
+    def get(self) -> ByteEngine:
+        """Return the engine; where it does not move a device's memory pages go through host memory.
+
+        Raises
+        ------
+        EngineUnavailableError
+            Where the engine that was insisted on cannot move it here; the message says why.
+        """
+        if self._found is None:
+            with self._lock:
+                self._found = self._found or self._choose()
+        return self._found
+
+    @property
+    def mode(self) -> str | None:
+        """How pages of devices move, once some did."""
+        found = self._found
+        if found is None:
+            return None
+        how = found.device_mode if isinstance(found, DeviceEngine) else ""
+        return f"{found.name} {how}" if how else f"staged in host memory, {found.name} {found.mode}"
+
+    def close(self) -> None:
+        """Close an engine that was made for devices alone."""
+        if self._own is not None:
+            self._own.close()
+
+    def after_fork(self) -> None:
+        """Let a child of fork not wait for a lock that a thread of its parent held."""
+        self._lock = threading.Lock()
+
+    def _choose(self) -> ByteEngine:
+        if self._asked in {"", "posix"}:
+            return self._engine
+        path = existing_parent(self._directory)
+        findings = accelerators.device_findings(path)
+        if self._asked == "auto":
+            return self._automatic(findings)
+        mine = [finding for finding in findings if finding.engine == self._asked]
+        good = next((finding for finding in mine if finding.usable), None)
+        if good is None:
+            reasons = "; ".join(f"{finding.mode}: {finding.reason}" for finding in mine)
+            raise EngineUnavailableError(
+                f"engine {self._asked!r} does not move GPU memory in {self._directory}: {reasons}. "
+                "engine='auto' does, through host memory where it must."
+            )
+        self._use(good.mode)
+        return self._engine
+
+    def _automatic(self, findings: list[accelerators.Finding]) -> ByteEngine:
+        chosen = accelerators.chosen_for_devices(findings)
+        if chosen is None:
+            reasons = "; ".join(f"{found.engine} {found.mode}: {found.reason}" for found in findings)
+            _LOG.warning("%s: GPU pages go through host memory: %s", self._directory, reasons)
+            return self._engine
+        from .kvikio_engine import KvikioEngine
+
+        self._own = KvikioEngine(direct=True)
+        return self._own
+
+    def _use(self, mode: str) -> None:
+        """Let the store's own engine move a device's memory by the mode that was found to work."""
+        if self._asked == "nixl":
+            from .nixl_engine import NixlEngine
+
+            if isinstance(self._engine, NixlEngine):
+                self._engine.device_mode = mode

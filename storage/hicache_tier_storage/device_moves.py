@@ -1,0 +1,287 @@
+"""The two ways in which pages of a device pool move: through a ring, or fragment by fragment."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hicache_tier_kernels import CopyPlan
+from hicache_tier_kernels.ring_copy import ring_copy
+
+from .descriptors import good_runs
+from .device_sums import summer
+from .engine import DeviceMemory, PageBatch, moved
+from .payload import Sums, summing
+from .staging import HALVES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from .device_payload import DevicePages
+    from .device_sums import Summer
+    from .engine import ByteEngine
+    from .payload import Places
+    from .staging import Ring
+
+LEAST_STEP_NBYTES = 8 << 20
+"""Least bytes of one step where there are enough: more, and the device works beside the engine."""
+STEP_NBYTES = 128 << 20
+"""Bytes of a step of fragments."""
+_GIVEN_UP = "not_tried: an earlier part of the batch timed out"
+
+
+class Move(ABC):
+    """Some pages on their way, in steps; two steps are under way at once, each with a turn of its own.
+
+    Parameters
+    ----------
+    pages : DevicePages
+    numbers : int64 [n]
+        Of the pool's pages.
+    ring : Ring
+    places : Places
+    sums : Sums or None
+    write : bool
+    """
+
+    def __init__(
+        self,
+        pages: DevicePages,
+        numbers: NDArray[np.int64],
+        ring: Ring,
+        places: Places,
+        sums: Sums | None,
+        *,
+        write: bool,
+    ) -> None:
+        self.pages, self.numbers, self.ring, self.places, self.sums = pages, numbers, ring, places, sums
+        self.write = write
+        self._summers: list[Summer | None] = [None] * HALVES
+        self._reasons = [""] * len(numbers)
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Pages of a step."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> DeviceMemory | None:
+        """What the addresses of batches are in."""
+
+    @abstractmethod
+    def summed(self, start: int, stop: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return addresses `[n, F]` and lengths `[F]` of the very bytes of pages, as they move."""
+
+    @abstractmethod
+    def batch(self, start: int, stop: int) -> PageBatch:
+        """Return what the engine is given for some pages."""
+
+    @abstractmethod
+    def fill(self, start: int, stop: int) -> None:
+        """Bring pages to where the engine takes them from; enqueued on a device."""
+
+    @abstractmethod
+    def empty(self, start: int, stop: int) -> None:
+        """Bring pages from where the engine put them; enqueued on a device."""
+
+    def run(self, engine: ByteEngine) -> list[str]:
+        """Move all pages; "" or a reason for each."""
+        edges = [*range(0, len(self.numbers), self.step), len(self.numbers)]
+        steps = list(pairwise(edges))
+        if self.write:
+            self._put(engine, steps)
+        else:
+            self._get(engine, steps)
+        return self._reasons
+
+    def _put(self, engine: ByteEngine, steps: Sequence[tuple[int, int]]) -> None:
+        filled: deque[torch.cuda.Event | None] = deque()
+        for turn, (start, stop) in enumerate([*steps, (0, 0)]):
+            if stop > start:
+                self.fill(start, stop)
+                self._sum(turn, start, stop)
+                filled.append(self.ring.mark())
+            if turn:
+                self.ring.wait(filled.popleft())
+                self._take_sums(turn - 1, *steps[turn - 1])
+                self._move(engine, *steps[turn - 1])
+
+    def _get(self, engine: ByteEngine, steps: Sequence[tuple[int, int]]) -> None:
+        emptied: deque[torch.cuda.Event | None] = deque()
+        for turn, (start, stop) in enumerate(steps):
+            if turn >= HALVES:
+                self.ring.wait(emptied.popleft())
+                self._take_sums(turn - HALVES, *steps[turn - HALVES])
+            self._move(engine, start, stop)
+            self._sum(turn, start, stop)
+            for first, last in good_runs(self._reasons, start, stop):
+                self.empty(first, last)
+            emptied.append(self.ring.mark())
+        for turn in range(max(0, len(steps) - HALVES), len(steps)):
+            self.ring.wait(emptied.popleft())
+            self._take_sums(turn, *steps[turn])
+
+    def _move(self, engine: ByteEngine, start: int, stop: int) -> None:
+        """Let the engine move some pages."""
+        if not self.ring.usable:
+            self._reasons[start:stop] = [_GIVEN_UP] * (stop - start)
+            return
+        batch = self.batch(start, stop)
+        part = self._part(start, stop)
+        if part is not None and batch.memory is None:
+            addresses, lengths = self.summed(start, stop)
+            batch.hook = summing(addresses, lengths, part)
+        reasons = moved(engine, batch, write=self.write)
+        self._reasons[start:stop] = reasons
+        if any(reason.startswith("timeout") for reason in reasons):
+            self.ring.usable = False  # bytes may still be under way in it
+
+    # -- checksums ---------------------------------------------------------------------------------------
+
+    def _part(self, start: int, stop: int) -> Sums | None:
+        """Return the checksums asked for of some pages, if any."""
+        sums = self.sums
+        if sums is None or not any(sums.wanted[start:stop]):
+            return None
+        return Sums(sums.seeds[start:stop], sums.wanted[start:stop], sums.values[start:stop])
+
+    def _sum(self, turn: int, start: int, stop: int) -> None:
+        """Begin with the checksums of pages on a device; those in host memory are the engine's hook's."""
+        part = self._part(start, stop)
+        stream = self.ring.stream
+        if part is None or self.memory is None or stream is None:
+            return
+        addresses, lengths = self.summed(start, stop)
+        found = self._summers[turn % HALVES]
+        if found is None:
+            found = summer(len(lengths), int(lengths[0]), self.step, stream)
+            self._summers[turn % HALVES] = found
+        found.submit(addresses, np.array(part.seeds, np.uint64))
+
+    def _take_sums(self, turn: int, start: int, stop: int) -> None:
+        found = self._summers[turn % HALVES]
+        part = self._part(start, stop)
+        if found is not None and part is not None:
+            part.values[:] = found.take()
+
+
+class RingMove(Move):
+    """Pages gathered in a ring, moved as whole slots."""
+
+    def __init__(
+        self,
+        pages: DevicePages,
+        numbers: NDArray[np.int64],
+        ring: Ring,
+        places: Places,
+        sums: Sums | None,
+        *,
+        write: bool,
+    ) -> None:
+        super().__init__(pages, numbers, ring, places, sums, write=write)
+        self._pitch = places.shape.stride
+        self._a_half = ring.slots_a_half(self._pitch)
+        least = -(-LEAST_STEP_NBYTES // self._pitch)
+        self._step = max(1, min(self._a_half, max(least, -(-len(numbers) // HALVES))))
+        position = np.arange(len(numbers))
+        self._slots = position // self._step % HALVES * self._a_half + position % self._step
+        slots = ring.map(pages.geometry, pages.layout, self._pitch)
+        ours, theirs = torch.from_numpy(numbers), torch.from_numpy(self._slots)
+        sides = (pages.rows, slots, ours, theirs) if write else (slots, pages.rows, theirs, ours)
+        self._copy = ring_copy(CopyPlan(*sides, check_indices=False), slots, ring.stream)
+
+    @property
+    def step(self) -> int:
+        """Pages of a step: a half's, or fewer where there are few."""
+        return self._step
+
+    @property
+    def memory(self) -> DeviceMemory | None:
+        """The ring's."""
+        return self.ring.memory
+
+    def summed(self, start: int, stop: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return the pages as they lie in the ring."""
+        return self._addresses(start, stop), np.array([self.places.shape.page_nbytes], np.uint64)
+
+    def batch(self, start: int, stop: int) -> PageBatch:
+        """Return the slots, with what lies between page and slot."""
+        pitch = self._pitch
+        return PageBatch(
+            self.places.files[start:stop],
+            self.places.offsets[start:stop],
+            self._addresses(start, stop),
+            np.array([pitch], np.uint64),
+            pitch,
+            pitch,
+            memory=self.memory,
+        )
+
+    def fill(self, start: int, stop: int) -> None:
+        """Gather pages in the ring."""
+        first = int(self._slots[start])
+        self.ring.blank_gaps(first, stop - start, self._pitch, self.places.shape.page_nbytes)
+        self._copy.submit(start, stop - start)
+
+    def empty(self, start: int, stop: int) -> None:
+        """Scatter pages from the ring."""
+        self._copy.submit(start, stop - start)
+
+    def _addresses(self, start: int, stop: int) -> NDArray[np.uint64]:
+        found: NDArray[np.uint64] = (self.ring.address + self._slots[start:stop] * self._pitch).view(
+            np.uint64
+        )
+        return np.asarray(found[:, None])
+
+
+class FragmentMove(Move):
+    """Pages as they lie in the pool, fragment by fragment."""
+
+    @property
+    def step(self) -> int:
+        """Pages of a step: enough to keep an engine busy while checksums of the next are computed."""
+        return max(1, STEP_NBYTES // self.places.shape.page_nbytes)
+
+    @property
+    def memory(self) -> DeviceMemory | None:
+        """The pool's."""
+        rows = self.pages.rows
+        if rows.device.type != "cuda":
+            return None
+        return DeviceMemory(rows.device.index or 0, self.pages.regions, rows)
+
+    def summed(self, start: int, stop: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return the fragments."""
+        fragments = self.pages.fragments
+        if fragments is None:
+            raise ValueError("the pool's pages do not move one by one")
+        lengths = np.full(len(fragments.first), fragments.nbytes, np.uint64)
+        return fragments.addresses(self.numbers[start:stop]), lengths
+
+    def batch(self, start: int, stop: int) -> PageBatch:
+        """Return the fragments as segments of pages."""
+        addresses, lengths = self.summed(start, stop)
+        shape = self.places.shape
+        return PageBatch(
+            self.places.files[start:stop],
+            self.places.offsets[start:stop],
+            addresses,
+            lengths,
+            shape.page_nbytes,
+            shape.stride,
+            memory=self.memory,
+        )
+
+    def fill(self, start: int, stop: int) -> None:
+        """Nothing to do: the engine takes them from the pool."""
+
+    def empty(self, start: int, stop: int) -> None:
+        """Nothing to do: the engine put them there."""

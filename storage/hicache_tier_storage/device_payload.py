@@ -1,0 +1,136 @@
+"""Pages of a device pool on their way between the pool and slots, without a host pool.
+
+Pages whose fragments are large and aligned move one by one, straight from where they lie. All others are
+gathered into a ring, in the order of the stored page, and leave it as whole slots; while the engine moves one
+half, the device fills or empties the other. The ring is in the device's memory where the engine moves that,
+and in host memory where it does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hicache_tier_kernels.engine import new_event
+
+from .device_moves import FragmentMove, Move, RingMove
+from .slot_map import regions_of, slot_map, whole_fragments
+from .staging import RingKind, StagingError, lent_ring
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hicache_tier.device_pool import DevicePool
+    from hicache_tier.geometry import KVGeometry
+    from hicache_tier.layout import Layout
+    from hicache_tier_kernels import RowMap
+
+    from .engine import ByteEngine
+    from .payload import Places, Sums
+    from .slot_map import Fragments
+
+_LOG = logging.getLogger(__name__)
+FRAGMENT_NBYTES = 1 << 20
+"""Least bytes of a fragment that moves by itself: shorter ones are cheaper gathered."""
+FRAGMENT_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePages:
+    """A device pool as a store sees it.
+
+    Attributes
+    ----------
+    rows : RowMap
+    geometry : KVGeometry
+        Of the layers that the pool holds.
+    layout : Layout
+        Order of axes in the store.
+    fragments : Fragments or None
+        Its pages' fragments, where they move one by one.
+    regions : tuple of (address, nbytes)
+        Where the pool lies.
+    """
+
+    rows: RowMap
+    geometry: KVGeometry
+    layout: Layout
+    fragments: Fragments | None
+    regions: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, pool: DevicePool, layout: Layout) -> DevicePages:
+        """Look at a pool."""
+        geometry = pool.local_geometry
+        example = torch.empty(geometry.page_nbytes, dtype=torch.uint8)
+        stored = slot_map(example, geometry, layout, geometry.page_nbytes)
+        rows = pool.row_map()
+        fragments = whole_fragments(rows, stored, FRAGMENT_NBYTES, FRAGMENT_ALIGNMENT)
+        return cls(rows, geometry, layout, fragments, regions_of(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePayload:
+    """Pages of a device pool.
+
+    Attributes
+    ----------
+    pages : DevicePages
+    numbers : int64 [n]
+    begin : torch.cuda.Event or None
+        What the caller's stream had been given when it made the call: the pages are written by then.
+    """
+
+    pages: DevicePages
+    numbers: NDArray[np.int64]
+    begin: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, pages: DevicePages, numbers: NDArray[np.int64]) -> DevicePayload:
+        """Name pages; the move comes after all that the current stream has been given."""
+        begin = None
+        if pages.rows.device.type == "cuda":
+            begin = new_event()
+            begin.record(torch.cuda.current_stream(pages.rows.device))
+        return cls(pages, numbers, begin)
+
+    @property
+    def device(self) -> int | None:
+        """Number of the CUDA device; None where the pool is in the host's memory."""
+        where = self.pages.rows.device
+        return (where.index or 0) if where.type == "cuda" else None
+
+    def take(self, rows: Any) -> DevicePayload:  # noqa: ANN401 - what indexes an array
+        """Return the chosen rows."""
+        return replace(self, numbers=self.numbers[rows])
+
+    def in_use(self) -> AbstractContextManager[object]:
+        """Do nothing: the pool's tensors are held by its row map."""
+        return nullcontext()
+
+    def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
+        """Move the pages; whatever the device or the engine raises becomes every page's reason."""
+        on_device = bool(getattr(engine, "device_mode", "")) and self.device is not None
+        kind = RingKind.fitting(self.pages.rows.device, places.shape.stride, on_device=on_device)
+        one_by_one = self.pages.fragments is not None and (on_device or self.device is None)
+        kind_of_move = FragmentMove if one_by_one else RingMove
+        guard = nullcontext() if self.device is None else torch.cuda.device(self.device)
+        try:
+            with guard, lent_ring(kind) as ring:
+                if ring.stream is not None and self.begin is not None:
+                    ring.stream.wait_event(self.begin)
+                move: Move = kind_of_move(self.pages, self.numbers, ring, places, sums, write=write)
+                return move.run(engine)
+        except StagingError as error:
+            _LOG.warning("device pages were not moved: %s", error)
+            return [str(error)] * len(self.numbers)
+        except Exception as error:  # noqa: BLE001 - of the driver, of torch: a fault at run time is a verdict
+            _LOG.exception("device pages were not moved")
+            return [f"device_error: {type(error).__name__}: {error}"] * len(self.numbers)

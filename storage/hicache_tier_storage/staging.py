@@ -1,0 +1,211 @@
+"""Rings that pages of a device are staged in: whole slots, in two halves, on the device or in host memory.
+
+A ring is lent to one call at a time and kept for the next. One whose bytes may still be under way is never
+lent again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hicache_tier_kernels.engine import new_event, new_stream
+
+from .engine import DeviceMemory
+from .slab import SLOT_ALIGNMENT
+from .slot_map import slot_map
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicache_tier.geometry import KVGeometry
+    from hicache_tier.layout import Layout
+    from hicache_tier_kernels import RowMap
+
+HALF_NBYTES = 32 << 20
+HALVES = 2
+_RINGS = 4  # of a kind, at once
+_DEADLINE_S = 60.0
+_SPIN_S, _PAUSE_S = 200e-6, 50e-6
+
+
+class StagingError(Exception):
+    """A ring, or the device, is not to be had in time; the message is the verdict on the pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingKind:
+    """What a ring is for.
+
+    Attributes
+    ----------
+    pool : torch.device
+        Where pages come from or go to.
+    on_device : bool
+        Whether the ring is there too, or in host memory (pinned where the pool is on a CUDA device).
+    half_nbytes : int
+    """
+
+    pool: torch.device
+    on_device: bool
+    half_nbytes: int
+
+    @classmethod
+    def fitting(cls, pool: torch.device, stride: int, *, on_device: bool) -> RingKind:
+        """Return the kind of ring for slots of `stride` bytes: one slot a half at least."""
+        return cls(pool, on_device, max(HALF_NBYTES, stride))
+
+
+class Ring:
+    """Memory in two halves, and the stream on which pages go in and out of it.
+
+    Attributes
+    ----------
+    address : int
+        A multiple of 4096.
+    memory : DeviceMemory or None
+        Where the ring is on a device.
+    stream : torch.cuda.Stream or None
+        None where nothing is on a device: all is done on the spot.
+    usable : bool
+        Whether it may be lent again.
+    """
+
+    def __init__(self, kind: RingKind) -> None:
+        self.kind = kind
+        self.usable = True
+        cuda = kind.pool.type == "cuda"
+        total = HALVES * -(-kind.half_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        raw = torch.empty(
+            total + SLOT_ALIGNMENT,
+            dtype=torch.uint8,
+            device=kind.pool if kind.on_device else "cpu",
+            pin_memory=cuda and not kind.on_device,
+        )
+        skew = -raw.data_ptr() % SLOT_ALIGNMENT
+        self._bytes = raw[skew : skew + total]
+        self.address = self._bytes.data_ptr()
+        self.stream = new_stream(kind.pool, priority=-1) if cuda else None
+        region = ((self.address, total),)
+        self.memory = DeviceMemory(kind.pool.index or 0, region, self) if cuda and kind.on_device else None
+        self._maps: dict[tuple[KVGeometry, str, int], RowMap] = {}
+
+    def slots_a_half(self, pitch: int) -> int:
+        """Slots of `pitch` bytes that a half holds."""
+        return self._bytes.nbytes // HALVES // pitch
+
+    def slots(self, first: int, count: int, pitch: int) -> torch.Tensor:
+        """Return the bytes of some slots, `[count, pitch]`."""
+        return self._bytes[first * pitch : (first + count) * pitch].view(count, pitch)
+
+    def map(self, geometry: KVGeometry, layout: Layout, pitch: int) -> RowMap:
+        """Return the rows of all slots."""
+        key = (geometry, layout.page_axes, pitch)
+        found = self._maps.get(key)
+        if found is None:
+            whole = self._bytes[: HALVES * self.slots_a_half(pitch) * pitch]
+            found = self._maps[key] = slot_map(whole, geometry, layout, pitch)
+        return found
+
+    def blank_gaps(self, first: int, count: int, pitch: int, page_nbytes: int) -> None:
+        """Zero what lies between pages: it is written with them, and may be left of anybody's page."""
+        if page_nbytes == pitch:
+            return
+        gaps = self.slots(first, count, pitch)[:, page_nbytes:]
+        if self.memory is None:
+            gaps.zero_()
+            return
+        with torch.cuda.stream(self.stream):
+            gaps.zero_()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return what tells when all that was enqueued so far is done."""
+        if self.stream is None:
+            return None
+        event = new_event()
+        event.record(self.stream)
+        return event
+
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        """Wait for the device; raises `StagingError`, and gives the ring up, where it does not get there."""
+        if mark is None:
+            return
+        start = time.monotonic()
+        while not mark.query():  # type: ignore[no-untyped-call]
+            spent = time.monotonic() - start
+            if spent > _DEADLINE_S:
+                self.usable = False
+                raise StagingError(f"device_timeout: the device did not answer within {_DEADLINE_S:.0f} s")
+            if spent > _SPIN_S:
+                time.sleep(_PAUSE_S)
+
+
+class _Rings:
+    """Rings that exist, by kind: idle ones, and how many are lent."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.idle: dict[RingKind, list[Ring]] = {}
+        self.lent: dict[RingKind, int] = {}
+        self.given_up: list[Ring] = []  # bytes may still arrive in them: kept for ever
+
+    def take(self, kind: RingKind) -> Ring:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.lent.get(kind, 0) < _RINGS, _DEADLINE_S):
+                raise StagingError(f"device_busy: no staging memory was free within {_DEADLINE_S:.0f} s")
+            self.lent[kind] = self.lent.get(kind, 0) + 1
+            idle = self.idle.get(kind)
+            if idle:
+                return idle.pop()
+        try:
+            return Ring(kind)
+        except BaseException:
+            self._returned(kind)
+            raise
+
+    def give_back(self, ring: Ring) -> None:
+        with self.changed:
+            (self.idle.setdefault(ring.kind, []) if ring.usable else self.given_up).append(ring)
+        self._returned(ring.kind)
+
+    def _returned(self, kind: RingKind) -> None:
+        with self.changed:
+            self.lent[kind] -= 1
+            self.changed.notify()
+
+
+_RINGS_OF_PROCESS = _Rings()
+
+
+@contextmanager
+def lent_ring(kind: RingKind) -> Iterator[Ring]:
+    """Lend a ring for a block; what the device still does with it is waited for at the end."""
+    rings = _RINGS_OF_PROCESS
+    ring = rings.take(kind)
+    try:
+        yield ring
+    finally:
+        try:
+            if ring.usable:
+                ring.wait(ring.mark())
+        except BaseException:
+            ring.usable = False
+            raise
+        finally:
+            rings.give_back(ring)
+
+
+def _forget_in_child() -> None:
+    global _RINGS_OF_PROCESS  # noqa: PLW0603 - a child of fork has no device
+    left = _RINGS_OF_PROCESS
+    _RINGS_OF_PROCESS = _Rings()
+    _RINGS_OF_PROCESS.given_up = [*left.given_up, *(ring for idle in left.idle.values() for ring in idle)]
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
