@@ -90,7 +90,6 @@ class StreamCompletion(Completion):
         self._waiters = 0
         self._arrivals: dict[int, torch.cuda.Event] = {}
         self._last: torch.cuda.Event | None = None
-        self._over: torch.cuda.Event | None = None
         self._prepared: Prepared | None = None
         self._error: BaseException | None = None
         self._release: Callable[[], object] | None = release
@@ -137,10 +136,10 @@ class StreamCompletion(Completion):
             with self._changed:
                 self._changed.notify_all()
 
-    def submitted(self, last: torch.cuda.Event, over: torch.cuda.Event, prepared: Prepared) -> None:
-        """Take note that all is submitted: both events come after everything, the second for a sleeper."""
+    def submitted(self, last: torch.cuda.Event, prepared: Prepared) -> None:
+        """Take note that all is submitted, and of an event that comes after everything."""
         with self._changed:
-            self._last, self._over, self._prepared = last, over, prepared
+            self._last, self._prepared = last, prepared
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -160,11 +159,6 @@ class StreamCompletion(Completion):
             self._changed.notify_all()
         if release is not None:
             release()
-
-    def synchronize(self) -> None:
-        """Block until the transfer is over, asleep, without raising its error."""
-        if self._over is not None:
-            self._over.synchronize()
 
     def _submitted(
         self, event: Callable[[], torch.cuda.Event | None], timeout: float | None

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
     Step = tuple[tuple[int, ...], Sequence[int]]
 
+Task = TypeVar("Task")
+
 log = logging.getLogger(__name__)
 
 _LAST_WAIT_S = 10.0
+_REAP_S = 4e-3
 
 _LAYER_PATIENCE_S = 30e-6
 _PATIENCE_S = 250e-6
@@ -83,8 +86,8 @@ class Lane:
     def __init__(self, device: torch.device, op: str) -> None:
         self.device = device
         self.streams = (new_stream(device), new_stream(device))
-        self._submitter = _Worker(f"hicache-{op}-submit")
-        self._reaper = _Worker(f"hicache-{op}-reap")
+        self._submitter = _Submitter(f"hicache-{op}-submit")
+        self._reaper = _Reaper(f"hicache-{op}-reap")
 
     def start(self, job: Job) -> None:
         """Begin a transfer behind all that the caller's current stream has been given so far.
@@ -107,20 +110,24 @@ class Lane:
 
     def _submit_quietly(self, submission: _Submission) -> None:
         with suppress(BaseException):  # the completion raises it where it is waited for
+            self.streams[0].query()  # of CUDA's runtime: gives this thread the context that the driver wants
             self._submit(submission, None)
 
     def _submit(self, submission: _Submission, until: float | None) -> bool:
         """Submit until that time, or to the end; returns whether it came to the end."""
         completion = submission.job.completion
         try:
-            with torch.cuda.device(self.device):
-                if not submission.run(until):
-                    return False
+            if torch.cuda.current_device() == self.device.index:  # entering a device costs, cold, 50 us
+                done = submission.run(until)
+            else:
+                with torch.cuda.device(self.device):
+                    done = submission.run(until)
         except BaseException as error:
             self._abandon(completion, error)
             raise
-        self._reaper.put(partial(_reap, completion))
-        return True
+        if done:
+            self._reaper.put(completion)
+        return done
 
     def _abandon(self, completion: StreamCompletion, error: BaseException) -> None:
         """Let what was submitted come to its end, then say that the transfer failed."""
@@ -162,9 +169,7 @@ class _Submission:
         if len(streams) > 1:
             arrival = new_event()
             arrival.record(main)
-        over = new_event(blocking=True)
-        over.record(main)
-        self.job.completion.submitted(arrival, over, prepared)
+        self.job.completion.submitted(arrival, prepared)
         return True
 
     def _open(self, begin: torch.cuda.Event) -> None:
@@ -186,22 +191,14 @@ def lane_of(device: torch.device, op: str) -> Lane:
     return Lane(device, op)
 
 
-def _reap(completion: StreamCompletion) -> None:
-    """Give back what a transfer held once the device has left it, or is lost."""
-    try:
-        completion.synchronize()
-    finally:
-        completion.finish()
-
-
-class _Worker:
+class _Worker(Generic[Task]):
     """A thread that does one thing after another; before the process ends it does what is queued."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._changing = threading.Lock()
         self._given = self._done = 0
 
     @property
@@ -209,17 +206,19 @@ class _Worker:
         """Whether a task is queued or under way."""
         return self._given != self._done
 
-    def put(self, task: Callable[[], None]) -> None:
+    def put(self, task: Task) -> None:
         """Queue a task."""
-        if self._thread is None:
-            with self._starting:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
-                    atexit.register(self._stop)  # a thread in CUDA when the interpreter goes would abort it
-        with self._starting:
+        with self._changing:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+                atexit.register(self._stop)  # a thread in CUDA when the interpreter goes would abort it
             self._given += 1
         self._tasks.put(task)
+
+    def do(self, task: Task) -> None:
+        """Do one task."""
+        raise NotImplementedError
 
     def _stop(self) -> None:
         self._tasks.put(None)
@@ -229,8 +228,32 @@ class _Worker:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
-                task()
+                self.do(task)
             except Exception:  # one transfer's trouble must not keep the pages of the next
                 log.exception("%s: a task failed", self._name)
             self._done += 1
             del task  # holds a transfer, which may hold a pool
+
+
+class _Submitter(_Worker["Callable[[], None]"]):
+    """Submits transfers."""
+
+    def do(self, task: Callable[[], None]) -> None:
+        """Call it."""
+        task()
+
+
+class _Reaper(_Worker["StreamCompletion"]):
+    """Gives back what transfers held once the device has left them, or is lost.
+
+    It looks now and then: a thread that woke up at the end of each would take the interpreter from the one
+    that submits the next. Who asks `done` gives back at once.
+    """
+
+    def do(self, task: StreamCompletion) -> None:
+        """Wait until a transfer is over; those behind it on the lane are over later."""
+        try:
+            while not task.done():
+                time.sleep(_REAP_S)
+        finally:
+            task.finish()

@@ -105,7 +105,9 @@ class Driver:
             c_void_p(stream),
         )
         if code:
-            self._check("cuMemcpyBatchAsync", code)
+            at = min(failed.value, len(sizes) - 1)
+            what = f"range {at} of {len(sizes)}, {sizes[at]} bytes, {sources[at]:#x} to {destinations[at]:#x}"
+            self._check(f"cuMemcpyBatchAsync ({what})", code)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Copy one range; either side may be host or device memory."""

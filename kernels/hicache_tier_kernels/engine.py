@@ -161,11 +161,11 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
 
 
-def new_event(*, blocking: bool = False) -> torch.cuda.Event:
-    """Make an event; a thread that waits for a `blocking` one sleeps."""
+def new_event() -> torch.cuda.Event:
+    """Make an event."""
     import torch
 
-    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def check_stream(plan: CopyPlan, stream: torch.cuda.Stream) -> None:

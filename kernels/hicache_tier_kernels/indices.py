@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import c_int64, c_uint, c_void_p
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +16,12 @@ from .driver import driver, pointers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from .plan import CopyPlan
 
 _LEAST_NBYTES = 4096
+_SLOTS_NBYTES = 256 << 10
 _ALIGNMENT = 16
 _CHECK_BLOCKS, _CHECK_THREADS = 8, 256
 _FAULTS = (
@@ -27,17 +31,37 @@ _FAULTS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class Slot:
-    """Pinned host memory and as much device memory, for page numbers on their way."""
+    """Pinned host memory and as much device memory, for page numbers on their way.
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        self._device = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.bytes = self._pinned.numpy()
-        self.host, self.there = self._pinned.data_ptr(), self._device.data_ptr()
+    Attributes
+    ----------
+    bytes : numpy.ndarray
+        The host's.
+    host, there : int
+        Addresses on the host and on the device.
+    """
+
+    bytes: NDArray[np.uint8]
+    host: int
+    there: int
+
+
+def _make_slots(device: torch.device, nbytes: int) -> list[Slot]:
+    """Allocate several slots at once: pinning takes longer than most transfers; they are never given back."""
+    count = max(1, _SLOTS_NBYTES // nbytes)
+    pinned = torch.empty(count * nbytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
+    _memory.append((pinned, there))
+    return [
+        Slot(pinned.numpy()[at : at + nbytes], pinned.data_ptr() + at, there.data_ptr() + at)
+        for at in range(0, count * nbytes, nbytes)
+    ]
 
 
 _free: dict[tuple[int | None, int], list[Slot]] = {}
+_memory: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
 class PageNumbers:
@@ -66,7 +90,8 @@ class PageNumbers:
             try:
                 self._slot = self._home.pop()
             except IndexError:
-                self._slot = Slot(stream.device, size)
+                self._slot, *others = _make_slots(stream.device, size)
+                self._home.extend(others)
         places, at = [], 0
         for part, nbytes in zip(parts, sizes, strict=True):
             if part.device.type == "cpu":

@@ -52,7 +52,7 @@ def submit(transfer, error=None):
     for layer, event in arrivals.items():
         transfer.arrive([layer], event)
     last = Event()
-    transfer.submitted(last, last, Prepared(error))
+    transfer.submitted(last, Prepared(error))
     return arrivals, last
 
 

@@ -50,6 +50,9 @@ class Stream:
     def synchronize(self):
         self.waited.append("synchronized")
 
+    def query(self):
+        return True
+
 
 class Engine:
     """Notes what it is asked for; is its own prepared plan."""
@@ -87,6 +90,7 @@ def _no_device(monkeypatch):
     monkeypatch.setattr(lanes, "new_stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the engine's stream")
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 @pytest.fixture
@@ -168,7 +172,7 @@ def test_a_failure_half_way_waits_for_what_runs_and_is_raised(started, cheap):
 
 
 def test_a_task_that_fails_does_not_end_the_thread(caplog):
-    worker = lanes._Worker("test-worker")
+    worker = lanes._Submitter("test-worker")
     done = threading.Event()
 
     def fail():

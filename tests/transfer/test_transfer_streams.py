@@ -49,6 +49,9 @@ class Stream:
     def synchronize(self):
         pass
 
+    def query(self):
+        return True
+
 
 class Inline:
     def __init__(self, name, *, cheap=True, ok=True):
@@ -98,6 +101,7 @@ def engines(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "none")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(lanes, "new_event", Event)
     monkeypatch.setattr(lanes, "new_stream", Stream)
     lanes.lane_of.cache_clear()
