@@ -67,9 +67,21 @@ def page_keys(
         Tokens that are not whole numbers in range or not one axis, a page size below 1, a salt or adapter
         that is not text. Nothing is hashed before all of it is checked.
     """
+    return chain_keys(key_root(salt, adapter), token_ids, page_tokens)
+
+
+def chain_keys(parent: bytes, token_ids: Tokens, page_tokens: int) -> list[bytes]:
+    """Return the keys of all full pages that continue a chain.
+
+    Parameters
+    ----------
+    parent : bytes
+        Key of the page before them, or `key_root` where there is none.
+    token_ids, page_tokens
+        As for `page_keys`, and so are the errors.
+    """
     size = positive("page_tokens", page_tokens)
-    parent = _root(salt, adapter)
-    return _chain(parent, _token_bytes(token_ids), size)
+    return _chain(parent, token_bytes(token_ids), size)
 
 
 class KeyChain:
@@ -93,7 +105,7 @@ class KeyChain:
     def __init__(self, page_tokens: int, *, salt: str | None = None, adapter: str | None = None) -> None:
         self.page_tokens = positive("page_tokens", page_tokens)
         self.keys: list[bytes] = []
-        self._root = _root(salt, adapter)
+        self._root = key_root(salt, adapter)
         self._page_nbytes = self.page_tokens * TOKEN_NBYTES
         self._rest = b""
 
@@ -110,7 +122,7 @@ class KeyChain:
         InvalidArgumentError
             As for `page_keys`; the chain is as it was before the call.
         """
-        data = self._rest + _token_bytes(token_ids)
+        data = self._rest + token_bytes(token_ids)
         parent = self.keys[-1] if self.keys else self._root
         fresh = _chain(parent, data, self.page_tokens)
         self._rest = data[len(fresh) * self._page_nbytes :]
@@ -118,7 +130,8 @@ class KeyChain:
         return fresh
 
 
-def _root(salt: str | None, adapter: str | None) -> bytes:
+def key_root(salt: str | None, adapter: str | None) -> bytes:
+    """Return what the keys of a namespace of salt and adapter are chained to."""
     return sha256(_DOMAIN + _field("salt", _SALT, salt) + _field("adapter", _ADAPTER, adapter)).digest()
 
 
@@ -144,8 +157,8 @@ def _chain(parent: bytes, data: bytes, page_tokens: int) -> list[bytes]:
     return keys
 
 
-def _token_bytes(token_ids: object) -> bytes:
-    """Return the tokens as consecutive little-endian u32."""
+def token_bytes(token_ids: object) -> bytes:
+    """Return tokens as consecutive little-endian u32; raises as `page_keys` does."""
     array = _token_array(token_ids)
     if array.ndim != 1:
         raise InvalidArgumentError(f"token_ids must have one axis, got shape {tuple(array.shape)}.")

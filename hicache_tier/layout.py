@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import not_known
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from .geometry import Component, KVGeometry, PoolKind
 
 _HOST_AXES = {
@@ -26,6 +28,7 @@ _HOST_AXES = {
 }
 # Axes that a kind of pool has in size 1 only, and that a stored page therefore leaves out.
 _ABSENT_AXES = {"mha": "", "mla": "h", "indexer": "th"}
+_LOGICAL_AXES = "lthd"
 _DIMENSION_NAMES = {"p": "page", "l": "layer", "t": "token", "h": "head", "d": "dim"}
 
 
@@ -152,6 +155,25 @@ class Layout(Enum):
     def component_dimension_names(self, geometry: KVGeometry) -> tuple[str, ...]:
         """Names of the axes of `component_shape`."""
         return tuple(_DIMENSION_NAMES[axis] for axis in self._stored_axes(geometry))
+
+    def logical_pages(self, geometry: KVGeometry, component: Component, pages: NDArray[Any]) -> NDArray[Any]:
+        """View one component of stored pages by meaning, whatever their order of axes; never a copy.
+
+        Parameters
+        ----------
+        geometry : KVGeometry
+        component : Component
+        pages : numpy.ndarray
+            `[n, m]`: the m elements of the component in stored order, adjacent within a page.
+
+        Returns
+        -------
+        numpy.ndarray
+            `[n, layer, token, head, dim]`, the same for every layout.
+        """
+        sizes = _sizes(geometry, component)
+        shaped = pages.reshape(len(pages), *(sizes[axis] for axis in self.page_axes))
+        return shaped.transpose(0, *(1 + self.page_axes.index(axis) for axis in _LOGICAL_AXES))
 
     def _stored_axes(self, geometry: KVGeometry) -> str:
         absent = _ABSENT_AXES[geometry.kind.value]

@@ -29,6 +29,8 @@ BROKEN_PIPE = 141
 _VERBS = {
     "bench": "hicache_tier.cli.bench",
     "demo": "hicache_tier.cli.demo",
+    "export": "hicache_tier.cli.export",
+    "import": "hicache_tier.cli.import_archive",
     "inspect": "hicache_tier.cli.inspect_store",
     "paths": "hicache_tier.cli.paths",
     "probe": "hicache_tier.cli.probe",

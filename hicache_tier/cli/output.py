@@ -99,3 +99,32 @@ def progress(description: str, unit: str) -> Iterator[Callable[[int, int], None]
             bar.update(task, completed=done, total=total)
 
         yield report
+
+
+@contextmanager
+def byte_progress(description: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar with rate and time left on stderr while the body runs; `None` where it is no terminal.
+
+    The callable that it yields takes how many bytes are done and how many there are.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    rates = (TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *rates, console=stderr(), transient=True) as bar:
+        task = bar.add_task(description, total=None)
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield report

@@ -1,0 +1,326 @@
+"""`export_archive`: a store, or some of its pages, as an ordinary Zarr archive."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicache_tier.errors import InvalidArgumentError
+
+from .candidates import Candidates, key_names, list_pages
+from .codecs import Codec
+from .destination import open_destination, refuse_existing
+from .documents import shard_pages
+from .errors import ArchiveExistsError
+from .filling import Filled, PageSource, fill
+from .manifest import PartFacts, manifest_document
+from .part_writer import PartWriter
+from .places import Kind, Place
+from .pool import Workers, default_threads
+from .prompts import keys_of_prompts
+from .published import PublishedShards
+from .selection import Selection, limit
+from .shard import Draft, merged
+from .stores import store_parts
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from .destination import Destination
+    from .stores import PartSource
+
+_IN_FLIGHT = 2  # calls a worker
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What an export did, or would do.
+
+    Attributes
+    ----------
+    destination, codec : str
+    pages, nbytes : int
+        Pages in the archive, and their payload.
+    stored_nbytes : int
+        Bytes of the archive's shards.
+    resumed_pages : int
+        Pages that an earlier, stopped export had written.
+    parts : list of dict
+        `{namespace, rank, pool, pages, bytes}`.
+    left_out : dict
+        Pages of the store that are not in the archive, by reason.
+    problems : list of str
+        What of the store could not be looked at.
+    live : bool
+        Whether a process was writing to the store.
+    dry_run : bool
+    seconds : float
+    """
+
+    destination: str
+    codec: str
+    pages: int = 0
+    nbytes: int = 0
+    stored_nbytes: int = 0
+    resumed_pages: int = 0
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    live: bool = False
+    dry_run: bool = False
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data; sizes are called `bytes`."""
+        names = {"nbytes": "bytes", "stored_nbytes": "stored_bytes"}
+        return {names.get(name, name): getattr(self, name) for name in self.__slots__}
+
+    def lose(self, reason: str, count: int) -> None:
+        """Count pages that are left out."""
+        if count:
+            self.left_out[reason] = self.left_out.get(reason, 0) + count
+
+    def add_part(self, facts: PartFacts) -> None:
+        """Enter a part."""
+        self.pages += facts.pages
+        self.nbytes += facts.pages * facts.geometry.page_nbytes
+        self.stored_nbytes += facts.stored_nbytes
+        name = {"namespace": facts.name.namespace, "rank": facts.name.rank, "pool": facts.name.pool}
+        self.parts.append(name | {"pages": facts.pages, "bytes": facts.pages * facts.geometry.page_nbytes})
+
+
+def export_archive(
+    root: str | os.PathLike[str],
+    destination: str | Path,
+    *,
+    selection: Selection | None = None,
+    codec: Codec | str = Codec.NONE,
+    processes: int = 1,
+    threads: int | None = None,
+    overwrite: bool = False,
+    sync: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExportReport:
+    """Write the pages of the store at `root` to an archive; the store may be in use, and is not changed.
+
+    The archive holds pages that were committed when the export began, each checked against its checksum as
+    it is copied. Those that the store gives up meanwhile are left out. An export that was stopped, by Ctrl-C
+    or otherwise, goes on where it was when it is called again with the same options.
+
+    Parameters
+    ----------
+    root : path
+    destination : path or str
+        A folder, a path that ends in `.zip`, or the URL of an object store (extra `objects`).
+    selection : Selection, optional
+        All pages where there is none.
+    codec : Codec or str
+        `none`, `fast` (lz4 after a shuffle of bits), `small` (Zstandard after a shuffle of bytes), `zstd`.
+    processes : int
+        1: threads of this one.
+    threads : int, optional
+        Of this process; up to 4 where not given.
+    overwrite : bool
+        Replace an archive that is there, or an unfinished export with other options.
+    sync : bool
+        Have everything on disk before the archive appears. Without it, as after `cp`, a power loss in the
+        next seconds may damage it, which its import tells.
+    dry_run : bool
+        Only say what would be written.
+    progress : callable (done, total), optional
+        Told bytes of payload.
+
+    Returns
+    -------
+    ExportReport
+
+    Raises
+    ------
+    InvalidArgumentError
+        For a wrong argument; nothing was touched.
+    NotAStoreError, FormatVersionError, StoreError
+        Where `root` cannot be read.
+    ArchiveExistsError, ArchiveError
+        Where the destination cannot be written, or was not to be overwritten.
+    """
+    began_s = time.monotonic()
+    chosen = selection or Selection()
+    codec = Codec.parse(codec)
+    place = Place.parse(destination)
+    if processes < 1 or (threads is not None and threads < 1):
+        raise InvalidArgumentError(f"processes and threads must be above 0, got {processes} and {threads}.")
+    found = store_parts(root)
+    if place.kind is not Kind.OBJECTS:
+        _refuse_inside(place, root)
+        refuse_existing(place, overwrite=overwrite)
+    report = ExportReport(place.text, codec.value, problems=found.problems, live=found.live, dry_run=dry_run)
+    tokens: dict[bytes, NDArray[np.uint32]] = {}
+    listed = _list(found.parts, chosen, tokens)
+    for part, pages in listed:
+        for reason, count in pages.left_out.items():
+            report.lose(reason, count)
+        if dry_run and len(pages):
+            report.add_part(PartFacts.of(part, len(pages), codec))
+    if dry_run:
+        report.seconds = time.monotonic() - began_s
+        return report
+    job = {"root": str(Path(root).absolute()), "codec": codec.value, "version": 1, **chosen.as_dict()}
+    target = open_destination(place, job, overwrite=overwrite, sync=sync)
+    try:
+        workers = Workers(processes, threads or default_threads(), polite=found.live)
+        with workers:
+            export = _Export(target, codec, workers, report, sync=sync)
+            export.run(listed, tokens, progress)
+        manifest = manifest_document(export.facts, {part.name.namespace: part.identity for part, _ in listed})
+        target.finish(json.dumps(manifest, indent=1, sort_keys=True).encode())
+    except BaseException:
+        target.abandon()
+        raise
+    report.seconds = time.monotonic() - began_s
+    return report
+
+
+def _refuse_inside(place: Place, root: str | os.PathLike[str]) -> None:
+    if place.path.is_relative_to(Path(root).absolute()):
+        raise ArchiveExistsError(
+            f"{place.text} lies inside the store; a root is for stores and nothing else."
+        )
+
+
+def _list(
+    parts: list[PartSource], chosen: Selection, tokens: dict[bytes, NDArray[np.uint32]]
+) -> list[tuple[PartSource, Candidates]]:
+    """List the pages wanted of each part; `tokens` gets the token ids of those that prompts lead to."""
+    listed = []
+    for part in parts:
+        if not chosen.takes(part.name.namespace):
+            continue
+        keys = chosen.keys
+        if chosen.prompts is not None:
+            known = keys_of_prompts(chosen.prompts, part.geometry.page_tokens, part.identity, chosen.tenants)
+            tokens.update(known)
+            keys = frozenset(known) if keys is None else keys & known.keys()
+        listed.append((part, list_pages(part, keys)))
+    return limit(chosen, listed)
+
+
+class _Export:
+    """An export under way: parts one after another, the shards of each by several workers."""
+
+    def __init__(
+        self, target: Destination, codec: Codec, workers: Workers, report: ExportReport, *, sync: bool
+    ) -> None:
+        self.facts: list[PartFacts] = []
+        self._target = target
+        self._codec = codec
+        self._workers = workers
+        self._report = report
+        self._sync = sync
+        self._done = 0
+        self._total = 0
+        self._progress: Callable[[int, int], None] | None = None
+        self._drafts = 0
+
+    def run(
+        self,
+        listed: list[tuple[PartSource, Candidates]],
+        tokens: dict[bytes, NDArray[np.uint32]],
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        """Write every part that has pages."""
+        self._progress = progress
+        self._total = sum(len(pages) * part.geometry.page_nbytes for part, pages in listed)
+        for part, pages in listed:
+            if len(pages):
+                facts = self._part(part, pages, tokens)
+                if facts.pages:
+                    self.facts.append(facts)
+                    self._report.add_part(facts)
+
+    def _part(
+        self, part: PartSource, pages: Candidates, tokens: dict[bytes, NDArray[np.uint32]]
+    ) -> PartFacts:
+        nbytes = part.geometry.page_nbytes
+        capacity = shard_pages(nbytes)
+        axes = len(part.layout.page_shape(part.geometry))
+        published = PublishedShards(self._target, part.name, axes, capacity)
+        resumed = published.resume()
+        rows = sum(len(one) for one in resumed)
+        self._report.resumed_pages += rows
+        self._step(rows * nbytes)
+        places, names = _not_among(pages, resumed)
+        source = PageSource(tuple(part.partitions), nbytes, part.geometry.dtype.itemsize, self._codec)
+        rest = self._fill_all(source, published, capacity, places, names)
+        for draft in merged(rest):
+            published.publish(draft, sync=self._sync)
+        writer = PartWriter(self._target, part, self._codec, capacity, bool(tokens))
+        return writer.write(published, tokens)
+
+    def _fill_all(
+        self,
+        source: PageSource,
+        published: PublishedShards,
+        capacity: int,
+        places: NDArray[np.uint64],
+        names: NDArray[np.uint64],
+    ) -> list[Draft]:
+        """Publish full shards until no page is left; return the drafts that are not full.
+
+        A draft that pages turned out to be missing from takes the next ones.
+        """
+        at, workers = 0, self._workers
+        stopped = workers.stopped if workers.in_process else _never
+        idle: list[Draft] = []
+        while True:
+            while at < len(places) and len(workers) < _IN_FLIGHT * workers.count:
+                draft = idle.pop() if idle else self._draft(capacity)
+                end = at + draft.room
+                workers.submit(fill, source, draft, places[at:end], names[at:end], stopped)
+                at = end
+            if not len(workers):
+                break
+            for filled in workers.results():
+                self._account(filled, source)
+                if filled.draft.room:
+                    idle.append(filled.draft)
+                else:
+                    published.publish(filled.draft, sync=self._sync)
+        return idle
+
+    def _account(self, filled: Filled, source: PageSource) -> None:
+        for reason, count in filled.left_out.items():
+            self._report.lose(reason, count)
+        self._step((filled.added + sum(filled.left_out.values())) * source.page_nbytes)
+
+    def _draft(self, capacity: int) -> Draft:
+        self._drafts += 1
+        return Draft(str(self._target.scratch / f"{self._drafts}.shard"), capacity)
+
+    def _step(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(min(self._done, self._total), self._total)
+
+
+def _never() -> bool:
+    return False
+
+
+def _not_among(
+    pages: Candidates, resumed: list[NDArray[np.void]]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return places and names of the pages that are not in the archive yet."""
+    if not resumed:
+        return pages.places, pages.names
+    there = np.concatenate([key_names(rows["key"], rows["key_nbytes"]) for rows in resumed])
+    fresh = ~np.isin(pages.names, there)
+    return pages.places[fresh], pages.names[fresh]

@@ -1,0 +1,84 @@
+"""Where archives lie: a folder, a zip file, or a prefix of an object store."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError
+
+from .errors import ArchiveError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+class Kind(Enum):
+    """Kinds of place."""
+
+    FOLDER = "folder"
+    ZIP = "zip"
+    OBJECTS = "objects"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place that a user named.
+
+    Attributes
+    ----------
+    kind : Kind
+    text : str
+        As it was named, without a query, which may hold secrets.
+    path : Path
+        Of a folder or zip; of no meaning for objects.
+    url : str
+        Of an object store.
+    """
+
+    kind: Kind
+    text: str
+    path: Path
+    url: str = ""
+
+    @classmethod
+    def parse(cls, value: object) -> Place:
+        """Take a path, one that ends in `.zip`, or a URL (`s3://`, `gs://`, `az://`, `file://`, ...)."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+            raise InvalidArgumentError(f"an archive is a path or a URL, got {value!r}.")
+        text = str(value)
+        if isinstance(value, str) and _URL.match(text):
+            return cls(Kind.OBJECTS, urlsplit(text)._replace(query="", fragment="").geturl(), Path(), text)
+        path = Path(text).absolute()
+        return cls(Kind.ZIP if path.suffix.lower() == ".zip" else Kind.FOLDER, text, path)
+
+
+def object_store(place: Place, *, create: bool) -> Any:  # noqa: ANN401 - obstore's union of stores
+    """Open an object store by its URL; credentials come from the environment, as obstore documents.
+
+    Raises
+    ------
+    EngineUnavailableError
+        Where obstore is not installed.
+    ArchiveError
+        Where the URL is not understood.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, from_url
+    except ImportError as error:
+        raise EngineUnavailableError(
+            f"{place.text} needs {error.name}: install the extra, as in pip install 'hicache-tier[objects]'."
+        ) from error
+    try:
+        parts = urlsplit(place.url)
+        if parts.scheme == "file":
+            return LocalStore(parts.path, mkdir=create)
+        return from_url(place.url)
+    except (BaseError, ValueError, OSError) as error:
+        raise ArchiveError(f"{place.text} cannot be opened: {error}") from error

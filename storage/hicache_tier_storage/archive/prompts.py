@@ -1,0 +1,89 @@
+"""Prompts as files of token ids, and the keys of their pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.keys import chain_keys, key_root, token_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+_MAX_FILE_NBYTES = 1 << 30
+
+
+def read_prompts(path: str | Path) -> list[NDArray[np.uint32]]:
+    """Read token ids: a `.npy` array of integers, or text with one prompt a line.
+
+    A line is a JSON array of numbers, a JSON object with such an array under `tokens`, `token_ids` or
+    `input_ids`, or numbers with spaces or commas between them.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Where it is none of these; names the line.
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > _MAX_FILE_NBYTES:
+            raise InvalidArgumentError(f"{path} has more than {_MAX_FILE_NBYTES} bytes.")
+        if path.suffix == ".npy":
+            array = np.load(path, allow_pickle=False)
+            return [_tokens(row, str(path)) for row in (array if array.ndim == 2 else [array])]
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{path} cannot be read as token ids: {error}") from error
+    return [
+        _tokens(_parse(line, f"{path}, line {at}"), f"{path}, line {at}")
+        for at, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+
+
+def _parse(line: str, where: str) -> Any:  # noqa: ANN401 - JSON
+    try:
+        if line.lstrip()[0] in "[{":
+            data = json.loads(line)
+            names = ("tokens", "token_ids", "input_ids")
+            return data if isinstance(data, list) else next(data[name] for name in names if name in data)
+        return [int(word) for word in line.replace(",", " ").split()]
+    except (ValueError, StopIteration, RecursionError) as error:
+        raise InvalidArgumentError(f"{where}: no token ids ({error}).") from error
+
+
+def _tokens(values: Any, where: str) -> NDArray[np.uint32]:  # noqa: ANN401 - what a file held
+    try:
+        return np.frombuffer(token_bytes(values), "<u4")
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{where}: {error}") from error
+
+
+def chain_roots(identity: dict[str, Any], tenants: Sequence[str] = ()) -> Iterator[bytes]:
+    """Yield what chains of a namespace may begin with: by salt and adapter, or nothing at all.
+
+    Which of them an engine uses is told by the keys: those that another root makes are in no store.
+    """
+    adapter = identity.get("adapter")
+    for salt in (None, *tenants):
+        for name in dict.fromkeys((None, adapter if isinstance(adapter, str) else None)):
+            yield key_root(salt, name)
+    yield b""
+
+
+def keys_of_prompts(
+    prompts: Sequence[NDArray[np.uint32]], page_tokens: int, identity: dict[str, Any], tenants: Sequence[str]
+) -> dict[bytes, NDArray[np.uint32]]:
+    """Return the keys that the pages of prompts may have, and the tokens of each page."""
+    found: dict[bytes, NDArray[np.uint32]] = {}
+    for root in chain_roots(identity, tenants):
+        for prompt in prompts:
+            for at, key in enumerate(chain_keys(root, prompt, page_tokens)):
+                found[key] = prompt[at * page_tokens : (at + 1) * page_tokens]
+    return found
