@@ -81,7 +81,22 @@ def _byte_engine(name: str) -> Source:
     return Source(name, lambda root: [row for row in _probed(root) if row["engine"] == name], make)
 
 
-SOURCES = {source.name: source for source in map(_byte_engine, ("posix", "nixl", "kvikio"))}
+def _device_route(name: str) -> Source:
+    def make(root: Path, shape: StorageShape) -> RowBench:
+        from .device_bench import DeviceBench
+
+        return DeviceBench(root, shape, name)
+
+    def look(root: Path) -> list[dict[str, Any]]:
+        from .device_bench import modes_for_devices
+
+        return modes_for_devices(name, _probed(root))
+
+    return Source(f"gpu-{name}", look, make)
+
+
+_ENGINES = ("posix", "nixl", "kvikio")
+SOURCES = {source.name: source for kind in (_byte_engine, _device_route) for source in map(kind, _ENGINES)}
 
 
 def chosen_sources(root: Path, asked: str) -> tuple[list[Source], list[dict[str, Any]]]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from hicache_tier_storage.engine import DeviceMemory
+
 _TIMEOUT_S = 30.0
 # Lengths of a page's segments, and bytes between one segment and the next in memory.
 PAGES = {
@@ -78,6 +80,7 @@ class Bench:
             self.nbytes,
             shape.page_nbytes,
             shape.stride,
+            memory=memory.device,
         )
 
     def on_disk(self, slab: StoreFile, slot: int) -> bytes:
@@ -92,7 +95,16 @@ class Bench:
 
 
 class Memory:
-    """Pages in memory, in segments with bytes between them that nobody may change."""
+    """Pages in memory, in segments with bytes between them that nobody may change.
+
+    Attributes
+    ----------
+    addresses : uint64 [n, F]
+    device : DeviceMemory or None
+        None: they are in host memory.
+    """
+
+    device: DeviceMemory | None = None
 
     def __init__(
         self, lengths: Sequence[int], pages: int, *, between: int, shift: int = 0, seed: int = 0
@@ -148,6 +160,10 @@ class ByteEngineSuite:
         """Return an engine for files in `directory`."""
         raise NotImplementedError
 
+    def memory(self, lengths: Sequence[int], pages: int, **options: int) -> Memory:
+        """Return pages for a test: in host memory, unless a subclass has another kind."""
+        return Memory(lengths, pages, **options)
+
     @pytest.fixture
     def engine(self, tmp_path: Path) -> Iterator[ByteEngine]:
         """Make the engine, and close it at the end."""
@@ -167,13 +183,13 @@ class ByteEngineSuite:
         bench = Bench(tmp_path, lengths)
         slab = bench.slab()
         slots = [0, 1, 2, 5, 15]
-        source = Memory(lengths, len(slots), between=between, shift=shift)
+        source = self.memory(lengths, len(slots), between=between, shift=shift)
         source.fill()
         places = [(slab, slot) for slot in slots]
         assert engine.write(bench.batch(source, places)) == [""] * len(slots)
         for page, slot in enumerate(slots):
             assert bench.on_disk(slab, slot) == source.page(page)
-        target = Memory(lengths, len(slots), between=between, shift=shift)
+        target = self.memory(lengths, len(slots), between=between, shift=shift)
         assert engine.read(bench.batch(target, places)) == [""] * len(slots)
         for page in range(len(slots)):
             assert target.page(page) == source.page(page)
@@ -183,11 +199,11 @@ class ByteEngineSuite:
     def test_slots_not_named_keep_their_bytes(self, engine: ByteEngine, tmp_path: Path) -> None:
         bench = Bench(tmp_path, [5000, 3])
         slab = bench.slab()
-        memory = Memory([5000, 3], 16, between=0)
+        memory = self.memory([5000, 3], 16, between=0)
         memory.fill()
         engine.write(bench.batch(memory, [(slab, slot) for slot in range(16)]))
         before = [bench.on_disk(slab, slot) for slot in range(16)]
-        other = Memory([5000, 3], 2, between=0, seed=9)
+        other = self.memory([5000, 3], 2, between=0, seed=9)
         other.fill()
         assert engine.write(bench.batch(other, [(slab, 3), (slab, 4)])) == ["", ""]
         after = [bench.on_disk(slab, slot) for slot in range(16)]
@@ -203,19 +219,19 @@ class ByteEngineSuite:
         slabs = [bench.slab(f"slab{number}") for number in range(3)]
         places = [(slab, slot) for slab in slabs for slot in range(64)]
         places = [places[i] for i in np.random.default_rng(3).permutation(len(places)).tolist()]
-        source = Memory([1024, 3072], len(places), between=0)
+        source = self.memory([1024, 3072], len(places), between=0)
         source.fill()
         assert engine.write(bench.batch(source, places)) == [""] * len(places)
         for page, (slab, slot) in enumerate(places):
             assert bench.on_disk(slab, slot) == source.page(page)
-        target = Memory([1024, 3072], len(places), between=0)
+        target = self.memory([1024, 3072], len(places), between=0)
         assert engine.read(bench.batch(target, places)) == [""] * len(places)
         assert all(target.page(page) == source.page(page) for page in range(len(places)))
         bench.close()
 
     def test_no_page_is_no_work(self, engine: ByteEngine, tmp_path: Path) -> None:
         bench = Bench(tmp_path, [100])
-        memory = Memory([100], 0, between=0)
+        memory = self.memory([100], 0, between=0)
         assert engine.write(bench.batch(memory, [])) == []
         assert engine.read(bench.batch(memory, [])) == []
 
@@ -227,7 +243,7 @@ class ByteEngineSuite:
         bench = Bench(tmp_path, [4096])
         slabs = [bench.slab(f"slab{number}") for number in range(3)]
         places = [(slab, slot) for slab in slabs for slot in range(4)]
-        memory = Memory([4096], len(places), between=0)
+        memory = self.memory([4096], len(places), between=0)
         memory.fill()
         assert not any(engine.write(bench.batch(memory, places)))
         _damage(slabs[1].path, damage)
@@ -243,7 +259,7 @@ class ByteEngineSuite:
         bench = Bench(tmp_path, [4096])
         bench.slab()
         slab = bench.slab(writable=False)
-        memory = Memory([4096], 2, between=0)
+        memory = self.memory([4096], 2, between=0)
         memory.fill()
         assert all(engine.write(bench.batch(memory, [(slab, 0), (slab, 1)])))
         assert bench.on_disk(slab, 0) == bytes(4096)
@@ -259,7 +275,7 @@ class ByteEngineSuite:
         bench = Bench(tmp_path, lengths, slots=32)
         slab = bench.slab()
         slots = [*range(9), 25, 31]
-        memory = Memory(lengths, len(slots), between=between)
+        memory = self.memory(lengths, len(slots), between=between)
         memory.fill()
         batch = bench.batch(memory, [(slab, slot) for slot in slots])
         log = HookLog(len(slots))
@@ -283,11 +299,11 @@ class ByteEngineSuite:
         bench = Bench(tmp_path, lengths, slots=32)
         slab = bench.slab()
         slots = [*range(9), 25, 31]
-        source = Memory(lengths, len(slots), between=between)
+        source = self.memory(lengths, len(slots), between=between)
         source.fill()
         places = [(slab, slot) for slot in slots]
         assert not any(engine.write(bench.batch(source, places)))
-        target = Memory(lengths, len(slots), between=between)
+        target = self.memory(lengths, len(slots), between=between)
         batch = bench.batch(target, places)
         log = HookLog(len(slots))
         there: list[bool] = []
@@ -311,10 +327,10 @@ class ByteEngineSuite:
             places = [(slabs[number], slot) for slot in range(64)]
             good = True
             for turn in range(3):
-                source = Memory(lengths, 64, between=0, seed=100 * number + turn)
+                source = self.memory(lengths, 64, between=0, seed=100 * number + turn)
                 source.fill()
                 good &= not any(engine.write(bench.batch(source, places)))
-                target = Memory(lengths, 64, between=0)
+                target = self.memory(lengths, 64, between=0)
                 good &= not any(engine.read(bench.batch(target, places)))
                 good &= all(target.page(page) == source.page(page) for page in range(64))
             return good

@@ -19,8 +19,8 @@ import numpy as np
 
 from .descriptors import describe, good_runs, parts
 from .device_bytes import DeviceBytes
-from .kvikio_package import compat_mode, kvikio_module
-from .posix import PosixEngine, open_reason
+from .kvikio_package import compat_mode, kvikio_module, use_threads
+from .posix import PosixEngine, default_threads, open_reason
 from .registrations import Registrations
 from .retry import retry
 from .slab import SlabDamagedError
@@ -45,7 +45,7 @@ class KvikioEngine:
     direct : bool
         For the pages that go by `posix`; how kvikio opens a file is up to its own settings.
     threads : int, optional
-        Of `posix`; kvikio has its own number (`KVIKIO_NTHREADS`).
+        Of `posix`, and at least as many of kvikio, whose own default is one (`KVIKIO_NTHREADS` rules).
     deadline_s : float
         Longest wait for one part of a batch (32 MiB at most). Past it, its pages get the verdict `timeout`.
     min_piece_nbytes : int
@@ -72,7 +72,7 @@ class KvikioEngine:
         deadline_s: float = _DEADLINE_S,
         min_piece_nbytes: int = _MIN_PIECE_NBYTES,
     ) -> None:
-        kvikio_module()
+        use_threads(threads or default_threads())
         self._plain = PosixEngine(direct=direct, threads=threads)
         self._deadline_s = deadline_s
         self._min_piece_nbytes = min_piece_nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -48,6 +49,13 @@ def kvikio_module() -> Any:  # noqa: ANN401 - a package without types that may n
     except Exception as error:
         raise EngineUnavailableError(f"engine 'kvikio' cannot be used: it does not load: {error}.") from error
     return module
+
+
+def use_threads(count: int) -> None:
+    """Let kvikio use so many threads at least; its default is one. `KVIKIO_NTHREADS` has the last word."""
+    defaults = kvikio_module().defaults
+    if "KVIKIO_NTHREADS" not in os.environ and defaults.get("num_threads") < count:
+        defaults.set("num_threads", count)
 
 
 def compat_mode() -> str:

@@ -75,11 +75,14 @@ class Ring:
         None where nothing is on a device: all is done on the spot.
     usable : bool
         Whether it may be lent again.
+    waited_s : float
+        Seconds that calls waited for the device: what staging costs beside the I/O.
     """
 
     def __init__(self, kind: RingKind) -> None:
         self.kind = kind
         self.usable = True
+        self.waited_s = 0.0
         cuda = kind.pool.type == "cuda"
         total = HALVES * -(-kind.half_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         raw = torch.empty(
@@ -137,6 +140,7 @@ class Ring:
         if mark is None:
             return
         start = time.monotonic()
+        spent = 0.0
         while not mark.query():  # type: ignore[no-untyped-call]
             spent = time.monotonic() - start
             if spent > _DEADLINE_S:
@@ -144,12 +148,14 @@ class Ring:
                 raise StagingError(f"device_timeout: the device did not answer within {_DEADLINE_S:.0f} s")
             if spent > _SPIN_S:
                 time.sleep(_PAUSE_S)
+        self.waited_s += spent
 
 
 class _Rings:
     """Rings that exist, by kind: idle ones, and how many are lent."""
 
     def __init__(self) -> None:
+        self.waited_s = 0.0
         self.changed = threading.Condition()
         self.idle: dict[RingKind, list[Ring]] = {}
         self.lent: dict[RingKind, int] = {}
@@ -171,6 +177,8 @@ class _Rings:
 
     def give_back(self, ring: Ring) -> None:
         with self.changed:
+            self.waited_s += ring.waited_s
+            ring.waited_s = 0.0
             (self.idle.setdefault(ring.kind, []) if ring.usable else self.given_up).append(ring)
         self._returned(ring.kind)
 
@@ -181,6 +189,11 @@ class _Rings:
 
 
 _RINGS_OF_PROCESS = _Rings()
+
+
+def waited_s() -> float:
+    """Return the seconds that all calls of this process waited for devices, beside the I/O."""
+    return _RINGS_OF_PROCESS.waited_s
 
 
 @contextmanager

@@ -9,15 +9,13 @@ import pytest
 
 from hicache_tier import DevicePool, UnsupportedTransferError
 from hicache_tier.errors import InvalidArgumentError
-from hicache_tier.geometry import KVGeometry
 from hicache_tier.layout import Layout
 from hicache_tier.testing.array_pool import ArrayPool, fill_pages, keys_of, pages_equal
-from hicache_tier.testing.device_rig import BytePool
+from hicache_tier.testing.device_rig import ALIGNED, GEOMETRIES, BytePool
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier_storage import device_payload, open_store, staging
 
 PAGES = 48
-ALIGNED = KVGeometry.mha(num_layers=3, num_kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=16)
 
 
 class OnCpu(PageStoreSuite):
@@ -63,16 +61,6 @@ class TestFragments(OnCpu):
         monkeypatch.setattr("hicache_tier_storage.device_moves.STEP_NBYTES", 3 * ALIGNED.page_nbytes)
         pool = self.pool()
         assert device_payload.DevicePages.of(pool, self.layout).fragments is not None
-
-
-GEOMETRIES = {
-    "mha": ALIGNED,
-    "wide_k": KVGeometry.mha(
-        num_layers=2, num_kv_heads=2, head_dim=192, v_head_dim=128, dtype="float16", page_tokens=2
-    ),
-    "mla": KVGeometry.mla(num_layers=3, latent_dim=72, dtype="float8_e4m3fn", page_tokens=4),
-    "indexer": KVGeometry.indexer(num_layers=2, bytes_per_token=132, page_tokens=8),
-}
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])

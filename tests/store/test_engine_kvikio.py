@@ -59,6 +59,7 @@ class CuFile:
 def stand_in(monkeypatch):
     monkeypatch.setattr(kvikio_engine, "kvikio_module", lambda: SimpleNamespace(CuFile=CuFile))
     monkeypatch.setattr(kvikio_engine, "compat_mode", lambda: "AUTO")
+    monkeypatch.setattr(kvikio_engine, "use_threads", lambda count: None)
 
 
 class Engine(ByteEngineSuite):

@@ -1,0 +1,63 @@
+"""kvikio's own best: GPU memory in one piece to and from one large file, with as many threads as do best."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from hicache_tier_storage.device_bytes import DeviceBytes
+from hicache_tier_storage.kvikio_package import kvikio_module, why_no_kvikio
+
+from .errors import BenchError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+THREADS = (1, 4, 8, 16, 32)
+
+
+class LargeFile:
+    """One file, as large as the memory, that kvikio writes and reads in one call.
+
+    Parameters
+    ----------
+    path : Path
+    memory : torch.Tensor
+        uint8, on a CUDA device, in one piece.
+    threads : int
+        Of kvikio.
+    """
+
+    def __init__(self, path: Path, memory: torch.Tensor, threads: int) -> None:
+        why = why_no_kvikio()
+        if why:
+            raise BenchError(why)
+        self.path = path
+        self._threads = threads
+        self._bytes = DeviceBytes(memory.data_ptr(), memory.nbytes)
+        self._memory = memory  # kept
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, memory.nbytes)
+        self._file = kvikio_module().CuFile(path, "r+")
+
+    def write(self) -> None:
+        """Write all of the memory."""
+        self._move("pwrite")
+
+    def read(self) -> None:
+        """Read all of it."""
+        self._move("pread")
+
+    def _move(self, verb: str) -> None:
+        defaults = kvikio_module().defaults
+        with defaults.set("num_threads", self._threads):
+            moved = getattr(self._file, verb)(self._bytes).get()
+        if moved != self._memory.nbytes:
+            raise BenchError(f"kvikio moved {moved} bytes of {self._memory.nbytes}")
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
