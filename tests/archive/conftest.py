@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from hicache_tier.geometry import KVGeometry
@@ -40,6 +44,17 @@ class Shop:
             host = ArrayPool(geometry, layout, max(1, len(keys)))
             status = store.get(keys, host, range(len(keys)))
             return {key: read_page(host, at) for at, key in enumerate(keys) if status[at]}
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """A folder in memory where there is one: tests make many small files."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="hct-test-", dir=shm) as path:
+        yield Path(path)
 
 
 @pytest.fixture

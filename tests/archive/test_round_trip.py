@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -56,10 +59,8 @@ FEW = settings(max_examples=20, deadline=None, suppress_health_check=[HealthChec
     count=st.integers(1, 40),
     suffix=st.sampled_from(["", ".zip"]),
 )
-def test_every_store_comes_back(
-    tmp_path_factory, shop_class, geometry, options, codec, layout, count, suffix
-):
-    shop = shop_class(tmp_path_factory.mktemp("trip"))
+def test_every_store_comes_back(tmp_path, shop_class, geometry, options, codec, layout, count, suffix):
+    shop = shop_class(Path(tempfile.mkdtemp(dir=tmp_path)))
     keys = [*keys_of("k", count), b"\x01short"]
     root, _ = shop.fill("old", geometry, layout, keys, **options)
     archive = shop.folder / f"archive{suffix}"
