@@ -121,8 +121,8 @@ class DeviceBench:
         waits: list[float] = []
         put = [
             Contestant("bare", rig.settled(bare.write, bare.paths)),
-            Contestant("host", rig.settled(self._put_by_host, bare.paths), self._host_store.clear),
-            Contestant("device", _watched(rig.settled(self._put, bare.paths), waits), self._store.clear),
+            Contestant("host", rig.settled(self._put_by_host, bare.paths), self._clear),
+            Contestant("device", _watched(rig.settled(self._put, bare.paths), waits), self._clear),
         ]
         get = [
             Contestant("bare", bare.read, cold),
@@ -163,6 +163,10 @@ class DeviceBench:
     def _get(self, into: range | None = None) -> None:
         target = self._pages if into is None else into
         self._all(self._store, lambda keys, at: self._store.get(keys, self._device, target[at]))
+
+    def _clear(self) -> None:
+        self._store.clear()
+        self._host_store.clear()
 
     def _put_by_host(self) -> None:
         backup(self._device, self._host, self._pages, self._pages).wait()
