@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,10 +26,17 @@ if TYPE_CHECKING:
     from .posix import PosixEngine
     from .vectors import Iov, RunPlan
 
-_PREADV2 = getattr(ctypes.CDLL(None, use_errno=True), "preadv64v2", None)  # not in every C library
-if _PREADV2 is not None:
-    _PREADV2.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
-    _PREADV2.restype = ctypes.c_ssize_t
+
+def _preadv2() -> Any:  # noqa: ANN401 - a function of the C library
+    """Return the call, or None where the C library has none."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "preadv64v2", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+        call.restype = ctypes.c_ssize_t
+    return call
+
+
+_PREADV2 = _preadv2()
 
 
 class LandingBuffer:

@@ -1,0 +1,1 @@
+"""Adapters to engines. Each imports its engine, and nothing else imports them."""

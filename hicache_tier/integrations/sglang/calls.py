@@ -1,0 +1,137 @@
+"""Calls of the store with a deadline: a call that hangs costs a thread, and not the caller."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LOG = logging.getLogger(__name__)
+_IDLE_S = 60.0  # an idle thread ends after this long
+
+
+class Call:
+    """One call on its way.
+
+    Attributes
+    ----------
+    error : BaseException or None
+        What it raised.
+    result
+        What it returned.
+    late : bool
+        Whether its caller has given up on it.
+    """
+
+    __slots__ = ("_done", "_work", "error", "late", "result", "started_s")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._done = threading.Lock()
+        self._done.acquire()
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.late = False
+        self.started_s = time.monotonic()
+
+    def run(self) -> None:
+        """Do it; on a thread of its lane."""
+        try:
+            self.result = self._work()
+        except BaseException as error:  # noqa: BLE001 - a store may raise anything; the caller looks
+            self.error = error
+        finally:
+            del self._work
+            self._done.release()
+
+    def wait(self, until_s: float) -> bool:
+        """Wait until a time on the monotonic clock; say whether the call has returned."""
+        if not self._done.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            return False
+        self._done.release()
+        return True
+
+
+class Lane:
+    """Threads for calls of one direction, as many as are needed up to a bound.
+
+    Parameters
+    ----------
+    name : str
+    most_threads : int
+        Calls under way, hung ones included; beyond that calls are refused.
+    """
+
+    def __init__(self, name: str, most_threads: int) -> None:
+        self.name = name
+        self._most = most_threads
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._threads = 0
+        self._busy = 0
+        self._closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that have not returned, hung ones included."""
+        return self._busy
+
+    def start(self, work: Callable[[], Any]) -> Call | None:
+        """Begin a call; None where every thread is taken, or none can be started."""
+        with self._lock:
+            if self._closed or self._busy >= self._most:
+                return None
+            if self._busy >= self._threads and not self._start_thread():
+                return None
+            self._busy += 1
+        call = Call(work)
+        self._queue.put(call)
+        return call
+
+    def close(self) -> None:
+        """Refuse calls from now on, and let threads end as they become idle."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._threads):
+                self._queue.put(None)
+
+    def drain(self, until_s: float) -> bool:
+        """Wait for the calls under way until a time on the monotonic clock; say whether all returned."""
+        while self._busy and time.monotonic() < until_s:
+            time.sleep(0.002)
+        return not self._busy
+
+    def _start_thread(self) -> bool:
+        thread = threading.Thread(target=self._loop, name=f"hct-sglang-{self.name}", daemon=True)
+        self._threads += 1
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._threads -= 1
+            _LOG.warning("no thread for %s can be started: %s", self.name, error)
+            return False
+        return True
+
+    def _loop(self) -> None:
+        while True:
+            try:
+                call = self._queue.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._busy < self._threads:  # no call was put for this thread meanwhile
+                        self._threads -= 1
+                        return
+                continue
+            if call is None:
+                with self._lock:
+                    self._threads -= 1
+                return
+            call.run()
+            del call
+            with self._lock:
+                self._busy -= 1

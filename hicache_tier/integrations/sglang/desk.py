@@ -1,0 +1,206 @@
+"""Calls of the stores on behalf of SGLang: side by side, within a deadline, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from hicache_tier_storage.status import PageStatus, failed
+
+from .calls import Lane
+from .health import Health
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .options import Options
+    from .pool import Pages, Pool
+    from .tally import Tally
+
+_LOG = logging.getLogger(__name__)
+_FOLLOW_EVERY_S = 0.02  # how often other writers are looked at, while there are lookups
+_FOLLOW_S = 0.05  # what a lookup waits for that, at most
+_SAMPLE_EVERY_S = 5.0
+_CLOSE_S = 5.0
+_CLEAR_S = 8.0
+_BREAKER = failed("breaker_open")
+_BUSY = failed("too_many_calls")
+_READ_ONLY = failed("read_only")
+_CLOSED = failed("closed")
+
+
+class Desk:
+    """The stores of one process, and the threads that call them.
+
+    Parameters
+    ----------
+    options : Options
+    tally : Tally
+
+    Attributes
+    ----------
+    pools : dict
+        Registered pools by name.
+    health : Health
+    """
+
+    def __init__(self, options: Options, tally: Tally) -> None:
+        self.pools: dict[str, Pool] = {}
+        self.health = Health(options.probe_interval_s)
+        self._options, self._tally = options, tally
+        self._lanes = {op: Lane(op, options.threads_per_direction) for op in ("get", "set")}
+        self._side = Lane("side", 4)  # following, probing, sampling
+        self._closing = threading.Event()
+        self._followed_s = 0.0
+        self._following = threading.Lock()
+        self._suspects: list[Pages] = []
+        self._watch = threading.Thread(target=self._watch_loop, name="hct-sglang-watch", daemon=True)
+        self._watch.start()
+
+    # -- moving ----------------------------------------------------------------------------------------------
+
+    def get(self, parts: Sequence[Pages]) -> list[list[PageStatus]]:
+        """Load pages of several pools; one list of verdicts each, within the deadline."""
+        if self.health.reads_open:
+            return self._refuse("get", parts, _BREAKER)
+        return self._move("get", parts)
+
+    def put(self, parts: Sequence[Pages]) -> list[list[PageStatus]]:
+        """Store pages of several pools; one list of verdicts each, within the deadline."""
+        if self._options.read_only:
+            return self._refuse("set", parts, _READ_ONLY)
+        if not self.health.allow_write():
+            return self._refuse("set", parts, _BREAKER)
+        return self._move("set", parts)
+
+    def _move(self, op: str, parts: Sequence[Pages]) -> list[list[PageStatus]]:
+        if self._closing.is_set():
+            return self._refuse(op, parts, _CLOSED)
+        lane, started_s = self._lanes[op], time.monotonic()
+        until_s = started_s + self._options.deadline_s
+        calls = [lane.start(part.get if op == "get" else part.put) for part in parts]
+        late = False
+        answers: list[list[PageStatus]] = []
+        for part, call in zip(parts, calls, strict=True):
+            if call is None:
+                part.status[:] = [_BUSY] * len(part.status)
+            elif not call.wait(until_s):
+                late = True
+            part.memory.lease.end()  # from here on nobody touches the pages
+            answers.append(list(part.status))
+        if late:
+            self._suspects = list(parts)
+            self.health.late()
+            _LOG.warning("storage did not %s %d pages in time", op, sum(len(part.names) for part in parts))
+        elif op == "set":
+            self.health.written(started_s)
+        self._tally.call(op, parts, time.monotonic() - started_s, late=late)
+        return answers
+
+    def _refuse(self, op: str, parts: Sequence[Pages], verdict: PageStatus) -> list[list[PageStatus]]:
+        for part in parts:
+            self._tally.refused(op, part.pool.view.name, verdict.kind, len(part.names))
+        return [[verdict] * len(part.names) for part in parts]
+
+    # -- looking up ------------------------------------------------------------------------------------------
+
+    def may_look(self) -> bool:
+        """Follow other writers, if it is time, and say whether lookups are answered."""
+        if self.health.reads_open or self._closing.is_set():
+            return False
+        self._follow()
+        return True
+
+    def _follow(self) -> None:
+        """Have the stores look at what other writers did; wait a moment for it."""
+        now_s = time.monotonic()
+        if now_s - self._followed_s < _FOLLOW_EVERY_S or not self._following.acquire(blocking=False):
+            return
+        call = self._side.start(self._follow_all)
+        if call is None:
+            self._following.release()
+            return
+        self._followed_s = now_s
+        call.wait(now_s + _FOLLOW_S)
+
+    def _follow_all(self) -> None:
+        try:
+            for pool in list(self.pools.values()):
+                pool.store.follow()
+        finally:
+            self._following.release()
+
+    # -- in the background -----------------------------------------------------------------------------------
+
+    def _watch_loop(self) -> None:
+        sampled_s = time.monotonic()
+        while not self._closing.is_set():
+            if self.health.suspected.is_set():
+                self._closing.wait(min(0.05, self._options.probe_interval_s / 4))
+                self._probe()
+            else:
+                self.health.suspected.wait(0.25)
+            if time.monotonic() - sampled_s >= _SAMPLE_EVERY_S:
+                sampled_s = time.monotonic()
+                self._side.start(self.sample)
+
+    def _probe(self) -> None:
+        """Try reads out, if it is time."""
+        if not self.health.probe_due():
+            return
+        started_s = time.monotonic()
+        call = self._side.start(self._try_reads)
+        ok = call is not None and call.wait(started_s + self._options.deadline_s) and call.result is True
+        self.health.probed(started_s, ok=ok)
+        if ok:
+            _LOG.info("storage answers again")
+
+    def _try_reads(self) -> bool:
+        """Read what was late, or any page of each pool."""
+        suspects = {part.pool.view.name: part.names for part in self._suspects}
+        return all(pool.probe(suspects.get(name, [])) for name, pool in list(self.pools.items()))
+
+    def sample(self) -> None:
+        """Set the gauges."""
+        with suppress(Exception):  # a store that was closed meanwhile
+            in_flight = {op: lane.in_flight for op, lane in self._lanes.items()}
+            self._tally.sample(list(self.pools.values()), self.health, in_flight)
+
+    # -- ending ----------------------------------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Remove the pages that this process stored; say whether that is done, and went well."""
+        call = self._side.start(lambda: sum(pool.store.clear() for pool in list(self.pools.values())))
+        if call is None or not call.wait(time.monotonic() + _CLEAR_S) or call.error is not None:
+            _LOG.error(
+                "the stores were not cleared: %s", call.error if call and call.error else "storage hangs"
+            )
+            return False
+        _LOG.info("%d pages were removed", call.result)
+        return True
+
+    def close(self) -> None:
+        """Refuse calls, and close the stores: within seconds, or in the background where they hang."""
+        self._closing.set()
+        self.health.suspected.set()  # wakes the watch
+        until_s = time.monotonic() + _CLOSE_S
+        self._watch.join(_CLOSE_S)
+        for lane in self._lanes.values():
+            lane.drain(until_s)
+            lane.close()
+        closer = threading.Thread(target=self._close_stores, name="hct-sglang-close", daemon=True)
+        closer.start()
+        closer.join(max(0.5, until_s - time.monotonic()))
+        if closer.is_alive():
+            _LOG.error("storage hangs: it is left to close in the background")
+        self._side.close()
+
+    def _close_stores(self) -> None:
+        for name, pool in list(self.pools.items()):
+            try:
+                pool.store.close(2.0)
+            except Exception:  # noqa: BLE001 - the others are closed all the same
+                _LOG.exception("the store of pool %s did not close cleanly", name)

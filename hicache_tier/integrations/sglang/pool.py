@@ -1,0 +1,209 @@
+"""One registered pool: its pages in host memory, and the store that they go to."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache_tier.tier.store import error_kind
+from hicache_tier_storage import open_store
+from hicache_tier_storage.status import ABSENT, LOADED, PageStatus, failed
+
+from .facts import labelled, server_facts
+from .kinds import packs_draft
+from .memory import CallPages, marker_pages, pool_pages, tensor_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+    from hicache_tier_storage import PageStore
+
+    from .options import Options
+    from .ranks import Ranks
+    from .view import PoolView
+
+LATE = failed("late")
+_BATCH_NBYTES = (
+    64 << 20
+)  # what is read or written before the verdicts are noted; bounds what a deadline costs
+
+
+@dataclass(slots=True)
+class Pages:
+    """Pages of one pool in one call, and their verdicts as they come in.
+
+    Attributes
+    ----------
+    pool : Pool
+    names : list of bytes
+        Keys of the store.
+    memory : CallPages
+    parents : list of bytes or None, optional
+        Keys of the pages before each in its chain.
+    status : list of PageStatus
+    """
+
+    pool: Pool
+    names: list[bytes]
+    memory: CallPages
+    parents: list[bytes | None] | None = None
+    status: list[PageStatus] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin with every page late."""
+        self.status = [LATE] * len(self.names)
+
+    def get(self) -> None:
+        """Load them; on a thread of the lane for reads."""
+        if self.pool.view.marker:
+            self.status[:] = [LOADED if there else ABSENT for there in self.pool.store.contains(self.names)]
+            return
+        for part in self._parts():
+            self._note(part, partial(self.pool.store.get, self.names[part], self.memory, _numbers(part)))
+
+    def put(self) -> None:
+        """Store them; on a thread of the lane for writes."""
+        for part in self._parts():
+            parents = None if self.parents is None else self.parents[part]
+            put = partial(self.pool.store.put, self.names[part], self.memory, _numbers(part), parents=parents)
+            self._note(part, put)
+
+    def _parts(self) -> list[slice]:
+        step = max(1, _BATCH_NBYTES // self.pool.view.geometry.page_nbytes)
+        return [slice(at, min(at + step, len(self.names))) for at in range(0, len(self.names), step)]
+
+    def _note(self, part: slice, call: Callable[[], list[PageStatus]]) -> None:
+        if self.memory.lease.ended:
+            return
+        try:
+            self.status[part] = call()
+        except Exception as error:  # noqa: BLE001 - a fault is a miss with a reason, whatever it is
+            self.status[part] = [failed(f"error: {error_kind(error)}")] * (part.stop - part.start)
+
+
+def _numbers(part: slice) -> range:
+    return range(part.start, part.stop)
+
+
+class Pool:
+    """A registered pool.
+
+    Parameters
+    ----------
+    view : PoolView
+    options : Options
+    ranks : Ranks
+    arguments
+        The server's, or None.
+
+    Attributes
+    ----------
+    view : PoolView
+    store : PageStore
+    """
+
+    def __init__(self, view: PoolView, options: Options, ranks: Ranks, arguments: object | None) -> None:
+        self.view = view
+        self.replicated = ranks.replicated and view.name != "mamba" and not _cut_by_heads(view)
+        one_byte = getattr(getattr(view.pool, "dtype", None), "itemsize", 1) == 1
+        draft = view.name.startswith("draft") or packs_draft(view.pool)
+        facts = view.facts | server_facts(arguments, one_byte=one_byte, draft=draft)
+        path = getattr(arguments, "model_path", None)
+        if options.model is None and isinstance(path, str) and not ranks.model.startswith(path):
+            facts["model_path"] = path  # the name is one that the operator chose to serve it under
+        if view.sharded and not self.replicated and not _cut_by_heads(view):
+            facts |= {"tp": [ranks.tp[0], ranks.tp[1]]}
+        self.store: PageStore = open_store(
+            options.root if isinstance(options.root, str) else list(options.root),
+            view.geometry,
+            view.layout,
+            model=labelled(options.model or ranks.model, facts),
+            revision=_revision(options),
+            tenant=options.tenant,
+            adapter=options.adapter,
+            scales=options.scales,
+            rope=options.rope,
+            key_algorithm="sglang-sha256-chain",
+            tp=ranks.tp,
+            pp=ranks.pp,
+            cp=ranks.cp,
+            pool=view.name,
+            capacity_bytes=options.capacity_bytes,
+            engine=options.engine,
+            io_mode=options.io_mode,
+            threads=options.threads,
+            verify=options.verify,
+            checksums=options.checksums,
+            read_only=options.read_only,
+        )
+        self._followed_s = 0.0
+
+    # -- pages of a call -------------------------------------------------------------------------------------
+
+    def in_place(self, names: list[bytes], pages: NDArray[np.int64]) -> Pages:
+        """Return pages where they lie in the pool."""
+        memory = marker_pages(self.view, len(names)) if self.view.marker else pool_pages(self.view, pages)
+        return Pages(self, names, memory)
+
+    def in_tensors(self, names: list[bytes], tensors: Sequence[torch.Tensor]) -> Pages:
+        """Return pages in tensors."""
+        if self.view.marker:
+            return Pages(self, names, marker_pages(self.view, len(names)))
+        return Pages(self, names, tensor_pages(self.view, tensors))
+
+    # -- looking up ------------------------------------------------------------------------------------------
+
+    def match(self, names: list[bytes]) -> int:
+        """Count the leading pages that are there, from memory."""
+        return self.store.match_prefix(names, follow=False)
+
+    def contains(self, names: list[bytes]) -> list[bool]:
+        """Tell for each page whether it is there, from memory."""
+        return self.store.contains(names, follow=False)
+
+    def probe(self, names: Sequence[bytes]) -> bool:
+        """Read one of these pages, or any, to memory of its own; say whether storage answered."""
+        store = self.store
+        there = [
+            name for name, present in zip(names, store.contains(names, follow=False), strict=True) if present
+        ]
+        name = there[0] if there else _any_page(store)
+        if name is None or self.view.marker:
+            store.follow()
+            return True
+        page = np.zeros(self.view.geometry.page_nbytes, np.uint8)
+        rows = np.array([[page.ctypes.data]], np.int64)
+        lengths = np.array([len(page)], np.int64)
+        memory = CallPages(self.view.geometry, self.view.layout, rows, lengths, keep=page)
+        (status,) = store.get([name], memory, [0])
+        return bool(status) or status.kind not in {"timeout", "io_error"}
+
+
+def _cut_by_heads(view: PoolView) -> bool:
+    return view.sharded and view.geometry.kind.value == "mha"
+
+
+def _revision(options: Options) -> str | None:
+    """Return the revision of an identity: that of the model, that of the weights, or both."""
+    if options.weight_version is None:
+        return options.model_revision
+    if options.model_revision is None:
+        return f"weights {options.weight_version}"
+    return f"{options.model_revision}, weights {options.weight_version}"
+
+
+def _any_page(store: PageStore) -> bytes | None:
+    for table in store.tables(follow=False):
+        for _ in range(3):
+            try:
+                return next(iter(table), None)
+            except RuntimeError:  # it grew meanwhile
+                time.sleep(0.001)
+    return None

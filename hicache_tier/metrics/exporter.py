@@ -1,0 +1,58 @@
+"""Where the metrics are to be had: in the process's registry, or at a port of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hicache_tier.errors import InvalidArgumentError
+
+from .instruments import Instruments
+
+if TYPE_CHECKING:
+    from threading import Thread
+
+
+class Exporter:
+    """Instruments, and the server that shows them where a port was asked for.
+
+    Parameters
+    ----------
+    port : int, optional
+        Without one the instruments are in the process's registry, and whoever serves that shows them.
+
+    Attributes
+    ----------
+    instruments : Instruments
+    port : int or None
+
+    Raises
+    ------
+    InvalidArgumentError
+        Where the port cannot be had.
+    """
+
+    def __init__(self, port: int | None = None) -> None:
+        self.port = port
+        self._server: Any = None
+        self._thread: Thread | None = None
+        if port is None:
+            self.instruments = Instruments.of()
+            return
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()
+        self.instruments = Instruments.of(registry)
+        try:
+            self._server, self._thread = start_http_server(port, registry=registry)
+        except OSError as error:
+            raise InvalidArgumentError(f"metrics_port {port} cannot be had: {error.strerror}.") from error
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+        if self._thread is not None:
+            self._thread.join(2.0)
+            self._thread = None
