@@ -5,15 +5,28 @@ Everything but the kernels runs here on pools in the CPU's memory; `test_device_
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 
 from hicache_tier import DevicePool, UnsupportedTransferError
 from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.layout import Layout
-from hicache_tier.testing.array_pool import ArrayPool, fill_pages, keys_of, pages_equal
+from hicache_tier.testing.array_pool import (
+    ArrayPool,
+    blank_pages,
+    fill_pages,
+    keys_of,
+    pages_equal,
+    read_page,
+)
 from hicache_tier.testing.device_rig import ALIGNED, GEOMETRIES, BytePool
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier_storage import device_payload, open_store, staging
+from hicache_tier_storage.posix import PosixEngine
+from hicache_tier_storage.record import FLAG_FROM_GPU
 
 PAGES = 48
 
@@ -135,3 +148,176 @@ def test_several_roots(memory_path):
         assert all(root["pages"] for root in store.stats()["roots"])
         assert all(store.get(keys, device, range(24, 48)))
     assert all(pages_equal(device, range(24, 48), keys, nbytes))
+
+
+class Wrapped:
+    """An engine around another, for faults."""
+
+    name, mode = "wrapped", "wrapped"
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.batches = []
+
+    def write(self, batch):
+        self.batches.append(batch)
+        return self.inner.write(batch)
+
+    def read(self, batch):
+        self.batches.append(batch)
+        return self.inner.read(batch)
+
+    def close(self):
+        self.inner.close()
+
+
+@pytest.fixture
+def rig(memory_path, short_steps):
+    """A store that stages two pages at a time, a pool of 16 pages with 8 filled, and their keys."""
+    engine = Wrapped(PosixEngine(direct=False, threads=2))
+    device, keys = BytePool(GEOMETRIES["wide_k"], "page_first", 16), keys_of("rig", 8)
+    fill_pages(device, range(8), keys, device.geometry.page_nbytes)
+    options = {"capacity_bytes": "4 MiB", "engine": engine, "verify": "always"}
+    with open_store(memory_path, device.geometry, "page_first", **options) as store:
+        yield SimpleNamespace(store=store, engine=engine, device=device, keys=keys)
+    engine.close()
+
+
+def reasons(status):
+    return [verdict.kind for verdict in status]
+
+
+def test_whole_slots_leave_the_ring_and_gaps_hold_nothing_of_other_pages(rig):
+    nbytes, stride = rig.device.geometry.page_nbytes, 8192
+    assert nbytes < stride
+    with open_store(rig.store.root / ".." / "other", ALIGNED, "page_first", capacity_bytes="4 MiB") as other:
+        full = BytePool(ALIGNED, "page_first", 8)
+        fill_pages(full, range(8), rig.keys, ALIGNED.page_nbytes)
+        assert all(other.put(rig.keys, full, range(8)))  # its bytes are left in the ring
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+    for batch in rig.engine.batches:
+        assert batch.nbytes.tolist() == [stride]
+        assert len(batch) <= 2
+        assert not (batch.addresses % 4096).any()
+    slab = rig.store._core.writer.slabs[0].path.read_bytes()
+    for slot in range(8):
+        assert not any(slab[slot * stride + nbytes : (slot + 1) * stride])
+
+
+def test_an_engine_that_raises_or_refuses_costs_its_pages_only(rig, monkeypatch):
+    turns = iter([None, RuntimeError("boom"), OSError(28, "no space"), None])
+
+    def write(batch):
+        trouble = next(turns)
+        if isinstance(trouble, RuntimeError):
+            raise trouble
+        return ["disk_full"] * len(batch) if trouble else rig.engine.inner.write(batch)
+
+    monkeypatch.setattr(rig.engine, "write", write)
+    status = rig.store.put(rig.keys, rig.device, range(8))
+    expected = ["stored"] * 2 + ["engine_error"] * 2 + ["disk_full"] * 2 + ["stored"] * 2
+    assert reasons(status) == expected
+    monkeypatch.undo()
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+    assert all(rig.store.get(rig.keys, rig.device, range(8, 16)))
+    assert all(pages_equal(rig.device, range(8, 16), rig.keys, rig.device.geometry.page_nbytes))
+
+
+def test_a_page_that_was_not_read_is_not_scattered(rig, monkeypatch):
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+    nbytes = rig.device.geometry.page_nbytes
+    blank_pages(rig.device, range(8, 16), nbytes)
+
+    def read(batch):
+        found = rig.engine.inner.read(batch)
+        return [found[0], "io_error: no"]
+
+    monkeypatch.setattr(rig.engine, "read", read)
+    status = rig.store.get(rig.keys, rig.device, range(8, 16))
+    assert reasons(status) == ["loaded", "io_error"] * 4
+    assert pages_equal(rig.device, range(8, 16), rig.keys, nbytes) == [True, False] * 4
+    assert all(read_page(rig.device, page) == b"\xa5" * nbytes for page in range(9, 16, 2))
+
+
+def test_a_damaged_page(rig):
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+    path = rig.store._core.writer.slabs[0].path
+    slot = rig.store._core.index[rig.keys[3]]
+    with path.open("r+b") as file:
+        file.seek(slot * 8192 + 99)
+        file.write(b"\0\1\2\3")
+    status = rig.store.get(rig.keys, rig.device, range(8, 16))
+    assert reasons(status) == ["loaded"] * 3 + ["checksum"] + ["loaded"] * 4
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_a_ring_with_bytes_under_way_is_never_lent_again(rig, monkeypatch, verb):
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+    if verb == "put":
+        rig.store.clear()
+    hung = []
+
+    def late(batch):
+        if not hung:
+            hung.append(batch.addresses)
+            return ["timeout: no end after 60 s"] * len(batch)
+        return rig.engine.inner.write(batch) if verb == "put" else rig.engine.inner.read(batch)
+
+    monkeypatch.setattr(rig.engine, "write" if verb == "put" else "read", late)
+    call = getattr(rig.store, verb)
+    status = call(rig.keys, rig.device, range(8))
+    assert reasons(status) == ["timeout"] * 2 + ["not_tried"] * 6
+    before = len(rig.engine.batches)
+    monkeypatch.undo()
+    assert all(call(rig.keys, rig.device, range(8)))
+    low, high = int(hung[0].min()), int(hung[0].max()) + 8192
+    for batch in rig.engine.batches[before:]:
+        assert not ((batch.addresses >= low) & (batch.addresses < high)).any()
+
+
+def test_a_ring_that_cannot_be_had_is_a_reason(rig, monkeypatch):
+    def no_memory(*_):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(staging, "_RINGS_OF_PROCESS", staging._Rings())
+    monkeypatch.setattr(staging, "slot_map", no_memory)
+    assert reasons(rig.store.put(rig.keys, rig.device, range(8))) == ["device_error"] * 8
+    monkeypatch.undo()
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+
+
+def test_rings_are_bounded_and_waited_for(rig, monkeypatch):
+    rings = staging._Rings()
+    monkeypatch.setattr(staging, "_RINGS_OF_PROCESS", rings)
+    monkeypatch.setattr(staging, "_DEADLINE_S", 0.2)
+    go, inside = threading.Event(), threading.Semaphore(0)
+
+    def slow(batch):
+        inside.release()
+        go.wait(20)
+        return rig.engine.inner.write(batch)
+
+    monkeypatch.setattr(rig.engine, "write", slow)
+    with ThreadPoolExecutor(5) as pool:
+        held = [
+            pool.submit(rig.store.put, rig.keys[number : number + 1], rig.device, [number])
+            for number in range(staging._RINGS)
+        ]
+        for _ in held:
+            assert inside.acquire(timeout=10)
+        assert reasons(rig.store.put(rig.keys[6:7], rig.device, [6])) == ["device_busy"]
+        go.set()
+        assert all(future.result(10)[0] for future in held)
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+    assert sum(map(len, rings.idle.values())) <= staging._RINGS
+    assert not any(rings.lent.values())
+
+
+def test_flags_and_checksums_of_a_pool_in_host_memory(rig):
+    """Nothing of it was on a device, so nothing says so."""
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+    writer = rig.store._core.writer
+    records = writer.pages_of(0).records
+    assert not (records["flags"] & FLAG_FROM_GPU).any()
+    assert (records["algorithm"] == 2).all()
+    assert rig.store.stats()["device_mode"] is None
