@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_tier_kernels import EngineOptions, Prepared, RowMap
+    from hicache_tier_kernels.plan import PageArray
 
     from .device_pool import DevicePool
     from .host_pool import HostPool
@@ -47,13 +48,9 @@ class Turn:
     prepared: dict[tuple[str, EngineOptions], Prepared] = field(default_factory=dict)
     paths: dict[tuple[str, str | None, bool], Path] = field(default_factory=dict)
 
-    def is_for(self, source_pages: torch.Tensor, destination_pages: torch.Tensor, *, checked: bool) -> bool:
+    def is_for(self, numbers: tuple[PageArray | None, PageArray | None], *, checked: bool) -> bool:
         """Return whether these are the same page numbers, and were checked if they must be."""
-        return (
-            (self.plan.check_indices or not checked)
-            and _same(self.plan.source_pages, source_pages)
-            and _same(self.plan.destination_pages, destination_pages)
-        )
+        return (self.plan.check_indices or not checked) and all(map(_same, self.plan.numbers, numbers))
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +84,15 @@ class Pair:
         InvalidArgumentError
             As `CopyPlan`.
         """
-        last = self._last
-        if last is not None and last.is_for(source_pages, destination_pages, checked=check):
+        last, pages = self._last, (source_pages, destination_pages)
+        numbers = _array(source_pages), _array(destination_pages)
+        if last is not None and last.is_for(numbers, checked=check):
             return last
-        own = _own(source_pages), _own(destination_pages)
-        turn = Turn(CopyPlan(self.source, self.destination, *own, check, self.names))
+        own = [
+            index if array is None else torch.from_numpy(array.copy())  # the caller may write over his
+            for index, array in zip(pages, numbers, strict=True)
+        ]
+        turn = Turn(CopyPlan(self.source, self.destination, own[0], own[1], check, self.names))
         if not turn.plan.indices_on_device:  # those cannot be compared without waiting for the device
             self._last = turn
         return turn
@@ -134,19 +135,18 @@ def pair_of(device: DevicePool, host: HostPool, op: str, layers: tuple[int, ...]
     return found
 
 
-def _same(kept: torch.Tensor, given: torch.Tensor) -> bool:
-    """Return whether page numbers are equal; torch's own comparison would let other threads go first."""
+def _array(pages: torch.Tensor) -> PageArray | None:
+    return pages.numpy() if pages.device.type == "cpu" else None
+
+
+def _same(kept: PageArray | None, given: PageArray | None) -> bool:
+    """Return whether page numbers are equal; a comparison by torch would let other threads go first."""
     return (
-        given.device.type == "cpu"
+        kept is not None
+        and given is not None
         and kept.dtype == given.dtype
-        and kept.shape == given.shape
-        and kept.numpy().tobytes() == given.numpy().tobytes()
+        and kept.tobytes() == given.tobytes()
     )
-
-
-def _own(pages: torch.Tensor) -> torch.Tensor:
-    """Return a copy of page numbers on the CPU; the caller may write over his once the call has returned."""
-    return torch.from_numpy(pages.numpy().copy()) if pages.device.type == "cpu" else pages
 
 
 def _planes(device: DevicePool, host: HostPool, layers: tuple[int, ...]) -> tuple[list[int], list[int]]:

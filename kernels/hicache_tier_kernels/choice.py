@@ -82,8 +82,8 @@ class PlanFacts:
         )
         on_device = plan.indices_on_device
         pages = runs = max(1, plan.count)
-        if whole and pages > 1 and smallest < LONG_NBYTES and not on_device:
-            ours, theirs = plan.source_pages.numpy(), plan.destination_pages.numpy()
+        ours, theirs = plan.numbers
+        if whole and pages > 1 and smallest < LONG_NBYTES and ours is not None and theirs is not None:
             follows = (ours[1:] - ours[:-1] == 1) & (theirs[1:] - theirs[:-1] == 1)
             runs = pages - int(np.count_nonzero(follows))
         nbytes = smallest * pages // runs

@@ -11,6 +11,7 @@
 //   NEAR_SHIFTED   0 where every run of the near side starts at a line
 //   FAR_JOINED     1 where a run is contiguous on the far side too
 //   SOURCE_INDEX, DESTINATION_INDEX   type of page numbers
+//   INLINE_PAGES   most page numbers that are in the argument itself; 0 where it holds their addresses
 //   THREADS, UNROLL                   threads of a block, and independent loads of a lane
 //
 // The near side is the host (or the ring). Lanes are laid over whole aligned lines of it, whatever rows
@@ -23,6 +24,11 @@ typedef long long i64;
 
 struct Side { u64 base; i64 page, row, piece; };
 struct Plane { Side source, destination; };
+#if INLINE_PAGES
+struct Numbers { SOURCE_INDEX source[INLINE_PAGES]; DESTINATION_INDEX destination[INLINE_PAGES]; };
+#else
+struct Numbers { const SOURCE_INDEX* __restrict__ source; const DESTINATION_INDEX* __restrict__ destination; };
+#endif
 
 #define LINE 128
 #define LANES (LINE / WORD)
@@ -67,9 +73,9 @@ __device__ __forceinline__ u64 address(const Side& side, i64 page, u32 run, u32 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(
-    const Plane* __restrict__ planes, u32 first_plane, u32 span, u32 stride, u32 num_planes,
-    const SOURCE_INDEX* __restrict__ source_pages, const DESTINATION_INDEX* __restrict__ destination_pages,
-    u32 num_pages, const u32* __restrict__ refused)
+    const Plane* __restrict__ planes, const u32* __restrict__ refused,
+    u32 first_plane, u32 span, u32 stride, u32 num_planes,
+    u32 first_page, u32 num_pages, const __grid_constant__ Numbers numbers)
 {
     if (refused && *refused) return;  // the index check before us found a page that is not there
     const u32 lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
@@ -89,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(
             const u32 run = (u32)(global_run % RUNS);
             targets[i] = 0;
             if (slot >= num_pages) continue;
-            const i64 from = source_pages[slot], to = destination_pages[slot];
+            const i64 from = numbers.source[first_page + slot], to = numbers.destination[first_page + slot];
             i64 at = (i64)(line % LINES) * LINE + lane * WORD;
             if (NEAR_SHIFTED) {
                 const Side& near = NEAR_SOURCE ? plane.source : plane.destination;

@@ -28,7 +28,7 @@ from .engine import (
     reachable,
     to_host,
 )
-from .indices import IndexCheck, PageNumbers
+from .indices import INLINE_PAGES, IndexCheck, PageNumbers, can_be_inline, numbers_for
 from .memo import PairMemo
 from .nvrtc import CompileError, compile_cubin, compiler
 from .shapes import plane_groups, plane_table
@@ -37,9 +37,11 @@ from .support import Support
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .indices import Numbers
     from .plan import CopyPlan, RowMap
     from .shapes import Shape
 
+_INLINE_TYPES = (torch.int32, torch.int32)
 _C_NAMES = {torch.int32: "int", torch.int64: "long long"}
 
 
@@ -114,29 +116,24 @@ class PreparedKernel:
         stream: torch.cuda.Stream,
         grid: Grid,
         options: EngineOptions,
-        numbers: PageNumbers | None = None,
+        numbers: Numbers | None = None,
     ) -> None:
         self._plan = plan
         self._grid = grid
         self._turn = threading.Lock()
         self._groups = _functions(plan, near, grid, stream.device.index)
         table = plane_tables(plan.source, plan.destination)
-        self.numbers = numbers or PageNumbers(plan.source_pages, plan.destination_pages, stream)
+        self.numbers = found = numbers or numbers_for(plan, stream)
         self._check = None
-        if plan.check_indices and options.check_indices and plan.indices_on_device:
-            self._check = IndexCheck(plan, self.numbers, stream, check_function)
+        checked = plan.check_indices and options.check_indices and plan.indices_on_device
+        if checked and isinstance(found, PageNumbers):
+            self._check = IndexCheck(plan, found, stream, check_function)
         refused = 0 if self._check is None else self._check.verdict
         self._planes = c_uint(0), c_uint(1), c_uint(1), c_uint(0)
-        self._indices, self._num_pages = (c_void_p(0), c_void_p(0)), c_uint(0)
-        self._values = (
-            c_void_p(table.data_ptr()),
-            *self._planes,
-            *self._indices,
-            self._num_pages,
-            c_void_p(refused),
-        )
+        self._pages = c_uint(0), c_uint(0)
+        self._values = (c_void_p(table.data_ptr()), c_void_p(refused), *self._planes, *self._pages)
         self._table = table
-        self._arguments = pointers(self._values)
+        self._arguments = pointers(self._values, found.address)
 
     def seconds(self, planes: Sequence[int]) -> float:  # noqa: ARG002 - a launch, however many they are
         """Return what a launch takes."""
@@ -154,9 +151,7 @@ class PreparedKernel:
         blocks, threads = self._grid.blocks, self._grid.threads
         alone = len(self._groups) == 1
         with self._turn:  # a launch copies its arguments
-            for value, address, itemsize in zip(self._indices, *self.numbers.where, strict=True):
-                value.value = address + start * itemsize
-            self._num_pages.value = count
+            self._pages[0].value, self._pages[1].value = start, count
             for members, function in self._groups:
                 mine = planes if alone else [plane for plane in planes if plane in members]
                 for found in spans(tuple(mine)):
@@ -220,6 +215,7 @@ def copy_macros(
     grid: Grid,
     source_index: torch.dtype,
     destination_index: torch.dtype,
+    inline_pages: int = 0,
     *,
     near_source: bool,
 ) -> dict[str, object]:
@@ -237,6 +233,7 @@ def copy_macros(
         "FAR_JOINED": int(shape.joined),
         "SOURCE_INDEX": _C_NAMES[source_index],
         "DESTINATION_INDEX": _C_NAMES[destination_index],
+        "INLINE_PAGES": inline_pages,
         "THREADS": grid.threads,
         "UNROLL": grid.unroll,
     }
@@ -248,14 +245,16 @@ _known_functions: PairMemo[dict[object, list[tuple[frozenset[int], int]]]] = Pai
 def _functions(plan: CopyPlan, near: RowMap, grid: Grid, device: int) -> list[tuple[frozenset[int], int]]:
     """Return the kernels that copy a plan, each with the planes it can copy."""
     near_source = plan.source is near
-    types = plan.source_pages.dtype, plan.destination_pages.dtype
+    inline = INLINE_PAGES if can_be_inline(plan) else 0
+    types = _INLINE_TYPES if inline else (plan.source_pages.dtype, plan.destination_pages.dtype)
     known = _known_functions(plan.source, plan.destination)
-    key = near_source, grid, types, device
+    key = near_source, grid, types, inline, device
     found = known.get(key)
     if found is None:
         groups = plane_groups(near, plan.destination if near_source else plan.source)
         found = known[key] = [
-            (group.planes, copy_function(device, group.shape, near_source, grid, *types)) for group in groups
+            (group.planes, copy_function(device, group.shape, near_source, grid, *types, inline))
+            for group in groups
         ]
     return found
 
@@ -268,9 +267,10 @@ def copy_function(  # noqa: PLR0917 - what a kernel is compiled for
     grid: Grid,
     source_index: torch.dtype,
     destination_index: torch.dtype,
+    inline_pages: int,
 ) -> int:
     """Compile and load a copy kernel into the current context; modules stay loaded."""
-    macros = copy_macros(shape, grid, source_index, destination_index, near_source=near_source)
+    macros = copy_macros(shape, grid, source_index, destination_index, inline_pages, near_source=near_source)
     code = compile_cubin("copy_pages.cu", macros, _arch(device))
     return driver().function(driver().load_module(code), "copy_pages")
 

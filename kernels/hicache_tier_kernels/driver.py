@@ -154,9 +154,10 @@ def driver() -> Driver:
         raise DriverError(f"no CUDA driver: {error}") from error
 
 
-def pointers(values: Sequence[Any]) -> ctypes.Array[c_void_p]:
+def pointers(values: Sequence[Any], *last: int) -> ctypes.Array[c_void_p]:
     """Return the array of pointers to kernel arguments that `Driver.launch` takes.
 
-    The arguments must outlive it; change their `.value` to launch again with others.
+    The arguments must outlive it; change their `.value` to launch again with others. `last` are addresses of
+    arguments that are structures.
     """
-    return (c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+    return (c_void_p * (len(values) + len(last)))(*[ctypes.addressof(value) for value in values], *last)

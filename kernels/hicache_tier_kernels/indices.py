@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_uint, c_void_p
+from ctypes import addressof, c_int64, c_uint, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from .plan import CopyPlan
+    from .plan import CopyPlan, PageArray
 
+INLINE_PAGES = 256
+"""So many page numbers travel as an argument of the kernel (4 KiB at most), which costs no copy before it."""
 _LEAST_NBYTES = 4096
 _SLOTS_NBYTES = 256 << 10
 _ALIGNMENT = 16
@@ -64,6 +66,22 @@ _free: dict[tuple[int | None, int], list[Slot]] = {}
 _memory: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
+class NumbersInline:
+    """Few page numbers, which travel as an argument of the kernel.
+
+    Attributes
+    ----------
+    argument : numpy.ndarray
+        What `struct Numbers` of the kernel holds: int32 `[2, INLINE_PAGES]`.
+    """
+
+    def __init__(self, source: PageArray, destination: PageArray) -> None:
+        self.argument = np.zeros((2, INLINE_PAGES), dtype=np.int32)
+        self.argument[0, : len(source)] = source
+        self.argument[1, : len(destination)] = destination
+        self.address = self.argument.ctypes.data
+
+
 class PageNumbers:
     """Both lists of page numbers where a kernel can read them.
 
@@ -72,16 +90,19 @@ class PageNumbers:
 
     Attributes
     ----------
-    where : tuple
-        Addresses of both lists, and bytes of one number in each.
+    argument : ctypes array
+        What `struct Numbers` of the kernel holds: addresses of both lists.
+    address : int
+        Of `argument`.
     """
 
-    def __init__(self, source: torch.Tensor, destination: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        parts = (source, destination)
+    def __init__(self, plan: CopyPlan, stream: torch.cuda.Stream) -> None:
+        pages = plan.source_pages, plan.destination_pages
         sizes = [
-            -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT if part.device.type == "cpu" else 0 for part in parts
+            0 if numbers is None else -(-numbers.nbytes // _ALIGNMENT) * _ALIGNMENT
+            for numbers in plan.numbers
         ]
-        self._kept: list[torch.Tensor] = list(parts)
+        self._kept: list[torch.Tensor] = []
         self._home: list[Slot] | None = None
         total = sum(sizes)
         if total:
@@ -93,28 +114,40 @@ class PageNumbers:
                 self._slot, *others = _make_slots(stream.device, size)
                 self._home.extend(others)
         places, at = [], 0
-        for part, nbytes in zip(parts, sizes, strict=True):
-            if part.device.type == "cpu":
-                numbers = np.ascontiguousarray(part.numpy()).view(np.uint8)
-                if nbytes:
-                    self._slot.bytes[at : at + numbers.size] = numbers
-                    places.append(self._slot.there + at)
-                else:
-                    places.append(0)
+        for index, numbers, nbytes in zip(pages, plan.numbers, sizes, strict=True):
+            if numbers is None:
+                with torch.cuda.stream(stream):
+                    self._kept.append(index.contiguous())
+                places.append(self._kept[-1].data_ptr())
             else:
-                if not part.is_contiguous():
-                    with torch.cuda.stream(stream):
-                        part = part.contiguous()  # noqa: PLW2901 - the same numbers
-                    self._kept.append(part)
-                places.append(part.data_ptr())
+                self._slot.bytes[at : at + numbers.nbytes] = np.ascontiguousarray(numbers).view(np.uint8)
+                places.append(self._slot.there + at)
             at += nbytes
         if total:
             driver().copy(self._slot.there, self._slot.host, total, stream.cuda_stream)
-        self.where = (tuple(places), (source.element_size(), destination.element_size()))
+        self.argument = (c_void_p * 2)(*places)
+        self.address = addressof(self.argument)
 
     def __del__(self) -> None:
         if self._home is not None:
             self._home.append(self._slot)
+
+
+Numbers = NumbersInline | PageNumbers
+
+
+def can_be_inline(plan: CopyPlan) -> bool:
+    """Return whether page numbers can travel as an argument."""
+    limit = max(plan.source.num_pages, plan.destination.num_pages)
+    return plan.count <= INLINE_PAGES and not plan.indices_on_device and limit < 1 << 31
+
+
+def numbers_for(plan: CopyPlan, stream: torch.cuda.Stream) -> Numbers:
+    """Return the page numbers of a plan as a kernel takes them; uploads on `stream` where they are many."""
+    ours, theirs = plan.numbers
+    if ours is not None and theirs is not None and can_be_inline(plan):
+        return NumbersInline(ours, theirs)
+    return PageNumbers(plan, stream)
 
 
 class IndexCheck:
@@ -138,10 +171,10 @@ class IndexCheck:
         with torch.cuda.stream(stream):
             self._scratch = torch.zeros(words + 2, dtype=torch.int32, device=stream.device)
             self.verdict = self._scratch.data_ptr()
-            places, _ = numbers.where
+            ours, theirs = numbers.argument
             values = (
-                c_void_p(places[0]),
-                c_void_p(places[1]),
+                c_void_p(ours),
+                c_void_p(theirs),
                 c_uint(plan.count),
                 c_int64(plan.source.num_pages),
                 c_int64(plan.destination.num_pages),

@@ -124,7 +124,8 @@ def _core() -> Any:  # noqa: ANN401 - cuda-core has no stable types yet
 
 def _compile(name: str, source: str, flags: tuple[str, ...], arch: str) -> bytes:
     core = _core()
-    options = core.ProgramOptions(name=name, arch=arch, std="c++17", define_macro=[_macro(f) for f in flags])
+    macros = [_macro(flag) for flag in flags] or None  # an empty list is refused
+    options = core.ProgramOptions(name=name, arch=arch, std="c++17", define_macro=macros)
     try:
         code = core.Program(source, code_type="c++", options=options).compile("cubin").code
     except Exception as error:

@@ -23,6 +23,10 @@ from .memo import PairMemo
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from numpy.typing import NDArray
+
+    PageArray = NDArray[np.int32] | NDArray[np.int64]
+
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -164,6 +168,8 @@ class CopyPlan:
         What to call both lists of page numbers in an error.
     count : int
         Pages to copy.
+    numbers : tuple
+        Both lists as arrays where they are on the CPU, else None.
     indices_on_device : bool
         Whether some page numbers are on a device, so that only a kernel can read them without waiting.
 
@@ -181,12 +187,12 @@ class CopyPlan:
     check_indices: bool = True
     names: tuple[str, str] = ("source_pages", "destination_pages")
     count: int = field(init=False)
+    numbers: tuple[PageArray | None, PageArray | None] = field(init=False)
     indices_on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:
         _matched(self.source, self.destination)
         ours, theirs = self.source_pages, self.destination_pages
-        on_device = ours.device.type != "cpu" or theirs.device.type != "cpu"
         _check_index(self.names[0], ours, self)
         _check_index(self.names[1], theirs, self)
         counts = ours.numel(), theirs.numel()
@@ -194,12 +200,16 @@ class CopyPlan:
             raise InvalidArgumentError(
                 f"{self.names[0]} and {self.names[1]} go one to one, got {counts[0]} and {counts[1]}."
             )
+        numbers = tuple(index.numpy() if index.device.type == "cpu" else None for index in (ours, theirs))
         object.__setattr__(self, "count", counts[0])
-        object.__setattr__(self, "indices_on_device", on_device)
+        object.__setattr__(self, "numbers", numbers)
+        object.__setattr__(self, "indices_on_device", any(found is None for found in numbers))
         if self.check_indices and counts[0]:
-            _check_range(self.names[0], ours, self.source.num_pages)
-            _check_range(self.names[1], theirs, self.destination.num_pages)
-            _check_distinct(self.names[1], theirs, self.destination.num_pages)
+            if numbers[0] is not None:
+                _check_range(self.names[0], numbers[0], self.source.num_pages)
+            if numbers[1] is not None:
+                _check_range(self.names[1], numbers[1], self.destination.num_pages)
+                _check_distinct(self.names[1], numbers[1], self.destination.num_pages)
 
     @property
     def nbytes(self) -> int:
@@ -258,10 +268,7 @@ def _check_index(name: str, index: torch.Tensor, plan: CopyPlan) -> None:
         raise InvalidArgumentError(f"{name} is on {index.device}, allowed: {allowed}.")
 
 
-def _check_range(name: str, index: torch.Tensor, num_pages: int) -> None:
-    if index.device.type != "cpu":
-        return
-    numbers = index.numpy()
+def _check_range(name: str, numbers: PageArray, num_pages: int) -> None:
     unsigned = np.uint32 if numbers.itemsize == 4 else np.uint64  # where numbers below 0 are large
     if int(numbers.view(unsigned).max()) >= num_pages:
         low, high = int(numbers.min()), int(numbers.max())
@@ -269,11 +276,8 @@ def _check_range(name: str, index: torch.Tensor, num_pages: int) -> None:
         raise InvalidArgumentError(f"{name} must be within 0 .. {num_pages - 1}, got {wrong}.")
 
 
-def _check_distinct(name: str, index: torch.Tensor, num_pages: int) -> None:
+def _check_distinct(name: str, numbers: PageArray, num_pages: int) -> None:
     """Refuse a page that comes twice; one byte a page is cheaper than sorting."""
-    if index.device.type != "cpu":
-        return
-    numbers = index.numpy()
     seen = np.zeros(num_pages, dtype=bool)
     seen[numbers] = True
     if np.count_nonzero(seen) == len(numbers):

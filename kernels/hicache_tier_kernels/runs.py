@@ -143,8 +143,7 @@ class Ranges:
     def __init__(self, plan: CopyPlan) -> None:
         self._fragments = fragments_of(plan.source, plan.destination)
         self._pages = [
-            index.numpy().astype(np.int64, copy=False)
-            for index in (plan.source_pages, plan.destination_pages)
+            numbers.astype(np.int64, copy=False) for numbers in plan.numbers if numbers is not None
         ]
         self._seams = [
             np.array([start for start, _ in side.registered], dtype=np.int64)

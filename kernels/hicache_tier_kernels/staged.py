@@ -40,7 +40,7 @@ from .support import Support
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .indices import PageNumbers
+    from .indices import Numbers
 
 SLOT_NBYTES = 64 << 20
 SLOTS = 4
@@ -131,10 +131,10 @@ class PreparedWindows:
         self.by_layer = all(len(window.planes) == 1 for window in self._windows)
         self._plan = plan
         self._options = options
-        host_pages = plan.destination_pages if self._backup else plan.source_pages
-        self._host_pages = host_pages.numpy().astype(np.int64)
+        host_pages = plan.numbers[1 if self._backup else 0]
+        self._host_pages = np.asarray(host_pages).astype(np.int64, copy=False)
         self._kernels: dict[int, PreparedKernel] = {}
-        self._numbers: dict[int, PageNumbers] = {}
+        self._numbers: dict[int, Numbers] = {}
 
     def seconds(self, planes: Sequence[int]) -> float:
         """Return what DMA ranges, launches and events take."""

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 import hicache_tier_kernels
 from hicache_tier.testing.transfer import CopyEngineSuite
 from hicache_tier_kernels.cuda import Grid, copy_macros, spans
+from hicache_tier_kernels.indices import INLINE_PAGES, NumbersInline
 from hicache_tier_kernels.nvrtc import compile_cubin, compiler
 from hicache_tier_kernels.shapes import plane_groups, plane_table
 
@@ -26,17 +28,18 @@ SHIM = """
 #define __forceinline__ inline
 #define __launch_bounds__(n)
 #define __restrict__
+#define __grid_constant__
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct Index { unsigned x; };
 static Index threadIdx, blockIdx, gridDim;
 #include "copy_pages.cu"
 extern "C" void grid(unsigned blocks, const Plane* planes, u32 first, u32 span, u32 stride, u32 count,
-                     const SOURCE_INDEX* from, const DESTINATION_INDEX* to, u32 pages, const u32* refused) {
+                     const Numbers* numbers, u32 start, u32 pages, const u32* refused) {
     gridDim.x = blocks;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x)
-            copy_pages(planes, first, span, stride, count, from, to, pages, refused);
+            copy_pages(planes, refused, first, span, stride, count, start, pages, *numbers);
 }
 """
 C_INT64 = torch.int64
@@ -53,28 +56,37 @@ def built(folder, macros):
     return ctypes.CDLL(str(library))
 
 
-def run_on_cpu(folder, plan, near, *, blocks=3, refused=None):
+def run_on_cpu(folder, plan, near, *, blocks=3, refused=None, inline=False):
     far = plan.destination if near is plan.source else plan.source
     table = plane_table(plan.source, plan.destination)
-    indices = [np.ascontiguousarray(pages.numpy()) for pages in (plan.source_pages, plan.destination_pages)]
+    indices = [np.ascontiguousarray(numbers) for numbers in plan.numbers]
+    types = (torch.int32,) * 2 if inline else (plan.source_pages.dtype, plan.destination_pages.dtype)
+    if inline:
+        numbers = NumbersInline(*indices)
+    else:
+        argument = (ctypes.c_void_p * 2)(*(index.ctypes.data for index in indices))
+        numbers = SimpleNamespace(argument=argument, address=ctypes.addressof(argument))
+    half = len(indices[0]) // 2  # in two calls, so that the first page counts
     for group in plane_groups(near, far):
         macros = copy_macros(
             group.shape,
             Grid(1, 128, 3),
-            plan.source_pages.dtype,
-            plan.destination_pages.dtype,
+            *types,
+            INLINE_PAGES if inline else 0,
             near_source=near is plan.source,
         )
         library = built(folder, tuple(macros.items()))
         for span in spans(tuple(sorted(group.planes))):
-            library.grid(
-                blocks,
-                ctypes.c_void_p(table.ctypes.data),
-                *span,
-                *(ctypes.c_void_p(index.ctypes.data) for index in indices),
-                len(indices[0]),
-                None if refused is None else ctypes.c_void_p(refused.ctypes.data),
-            )
+            for start, count in ((0, half), (half, len(indices[0]) - half)):
+                library.grid(
+                    blocks,
+                    ctypes.c_void_p(table.ctypes.data),
+                    *span,
+                    ctypes.c_void_p(numbers.address),
+                    start,
+                    count,
+                    None if refused is None else ctypes.c_void_p(refused.ctypes.data),
+                )
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -95,6 +107,11 @@ class TestLanesOverTheSource(OnCpu):
 
 class TestLanesOverTheDestination(OnCpu):
     near = "destination"
+
+
+class TestNumbersInTheArgument(OnCpu):
+    def run(self, plan):
+        run_on_cpu(self.folder, plan, plan.source, inline=True)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +147,7 @@ def test_the_sources_compile(word, tmp_path):
         "FAR_JOINED": 0,
         "SOURCE_INDEX": "int",
         "DESTINATION_INDEX": "long long",
+        "INLINE_PAGES": 256 * (word > 2),
         "THREADS": 1024,
         "UNROLL": 8,
     }
