@@ -12,7 +12,12 @@ from .output import json_option, mark, print_json, show, table
 @click.command("paths", short_help="Show which transfers work here, and why others do not.")
 @json_option
 def command(as_json: bool) -> None:
-    """Show which transfers this machine can do, by which engine, and why others are refused."""
+    """Show which transfers this machine can do, by which engine, and why others are refused.
+
+    The second table is the device route, between a GPU and a store without a host pool: `hicache-tier probe`
+    says which engine carries it in a directory. With --json the first table alone.
+    """
+    from hicache_tier.device_paths import device_route_rows
     from hicache_tier.machine import default_device, machine_capabilities
     from hicache_tier.paths import path_rows
 
@@ -21,7 +26,12 @@ def command(as_json: bool) -> None:
         print_json(rows)
         return
     columns = ("pool", "layout", "io_backend", "layers", "op", "ok", "engine", "reason")
-    show(table("Transfers on this machine", columns, map(_cells, _both_ways(rows))))
+    routes = map(_route_cells, (row for row in device_route_rows() if row["op"] == "put"))
+    route_columns = ("pool", "layout", "layers", "ok", "how, or why not")
+    show(
+        table("Transfers on this machine", columns, map(_cells, _both_ways(rows))),
+        table("Device route, the same for put and get", route_columns, routes),
+    )
 
 
 def _both_ways(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -52,3 +62,8 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
         row["engine"] or "-",
         row["reason"] or "",
     )
+
+
+def _route_cells(row: dict[str, Any]) -> tuple[object, ...]:
+    layers = "sharded" if row["sharded"] else "all"
+    return row["pool"], row["layout"], layers, mark(row["ok"]), row["reason"]
