@@ -19,6 +19,8 @@ CAPACITY = 4 << 20
 class Shop:
     """Makes stores below one folder and reads them back; a page's bytes follow from its key."""
 
+    geometry = MHA
+
     def __init__(self, folder):
         self.folder = folder
 

@@ -186,6 +186,8 @@ def identity_of(told: dict[str, Any], part: ArchivePart, tenants: Sequence[str])
         )
     except (InvalidArgumentError, AttributeError) as error:
         raise ArchiveError(f"{facts.name}: the manifest's identity is damaged: {error}") from error
+    if identity.as_attributes()["parallel"] != sizes:
+        raise ArchiveError(f"{facts.name}: the manifest's identity is damaged: parallel is {sizes!r}.")
     if (identity.namespace, identity.rank) != (facts.name.namespace, facts.name.rank):
         raise ArchiveError(
             f"{facts.name}: the identity that the manifest tells is that of "
