@@ -46,28 +46,36 @@ def nixl_gpu(directory: Path, *, direct: bool) -> list[Finding]:
     """Try NIXL's plug-ins with GPU memory."""
     why = why_no_nixl() or missing_library("libcuda.so.1", "no NVIDIA driver")
     trials = [Trial("nixl_gpu", directory, {"plugin": plugin, "direct": direct}) for plugin in GPU_PLUGINS]
-    verdicts = [why] * len(trials) if why else try_all(trials)
+    if why:
+        return [Finding("nixl", plugin, usable=False, reason=why) for plugin in GPU_PLUGINS]
     return [
-        Finding("nixl", plugin, not verdict, "; ".join([verdict or f"GPU memory: {_GOOD}", *facts()]))
-        for plugin, verdict in zip(GPU_PLUGINS, verdicts, strict=True)
+        Finding("nixl", plugin, not verdict, _with_facts(verdict or f"GPU memory: {_GOOD}"))
+        for plugin, verdict in zip(GPU_PLUGINS, try_all(trials), strict=True)
     ]
 
 
 def kvikio_host(directory: Path) -> list[Finding]:
     """Try kvikio with host memory."""
-    why = why_no_kvikio()
-    if not why:
-        (why,) = try_all([Trial("kvikio_host", directory)])
-    return [Finding("kvikio", "host memory", not why, "; ".join([why or _GOOD, *facts()]))]
+    return [_kvikio(Trial("kvikio_host", directory), "host memory")]
 
 
 def kvikio_gpu(directory: Path) -> list[Finding]:
     """Try kvikio with GPU memory."""
+    return [_kvikio(Trial("kvikio_gpu", directory), "GPU memory")]
+
+
+def _kvikio(trial: Trial, mode: str) -> Finding:
     why = why_no_kvikio()
-    if not why:
-        (why,) = try_all([Trial("kvikio_gpu", directory)])
-    mode = "GPU memory" if why else f"GPU memory, compat mode {compat_mode()}"
-    return [Finding("kvikio", mode, not why, "; ".join([why or _GOOD, *facts()]))]
+    if why:
+        return Finding("kvikio", mode, usable=False, reason=why)
+    (verdict,) = try_all([trial])
+    how = mode if verdict else f"{mode}, compat mode {compat_mode()}"
+    return Finding("kvikio", how, not verdict, _with_facts(verdict or _GOOD))
+
+
+def _with_facts(reason: str) -> str:
+    """Add what decides between true GPUDirect, compatibility mode, and none."""
+    return "; ".join([reason, *facts()])
 
 
 def device_findings(directory: Path, *, direct: bool = True) -> list[Finding]:

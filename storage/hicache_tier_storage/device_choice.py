@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import cache
 from typing import TYPE_CHECKING
 
 from hicache_tier.errors import EngineUnavailableError
 
 from . import accelerators
+from .cufile_library import gpudirect
 from .engine import DeviceEngine
 from .medium import existing_parent
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from .engine import ByteEngine
@@ -73,30 +76,32 @@ class DeviceEngines:
         if self._asked in {"", "posix"}:
             return self._engine
         path = existing_parent(self._directory)
-        findings = accelerators.device_findings(path)
         if self._asked == "auto":
-            return self._automatic(findings)
-        mine = [finding for finding in findings if finding.engine == self._asked]
+            return self._automatic(path)
+        mine = [found for found in accelerators.device_findings(path) if found.engine == self._asked]
         good = next((finding for finding in mine if finding.usable), None)
         if good is None:
-            reasons = "; ".join(f"{finding.mode}: {finding.reason}" for finding in mine)
             raise EngineUnavailableError(
-                f"engine {self._asked!r} does not move GPU memory in {self._directory}: {reasons}. "
+                f"engine {self._asked!r} does not move GPU memory in {self._directory}: {_reasons(mine)}. "
                 "engine='auto' does, through host memory where it must."
             )
         self._use(good.mode)
         return self._engine
 
-    def _automatic(self, findings: list[accelerators.Finding]) -> ByteEngine:
-        chosen = accelerators.chosen_for_devices(findings)
-        if chosen is None:
-            reasons = "; ".join(f"{found.engine} {found.mode}: {found.reason}" for found in findings)
-            _LOG.warning("%s: GPU pages go through host memory: %s", self._directory, reasons)
-            return self._engine
-        from .kvikio_engine import KvikioEngine
+    def _automatic(self, path: Path) -> ByteEngine:
+        """Take kvikio where cuFile reaches the disk without the host; else stage there, and say so once."""
+        if not gpudirect():
+            why = "there is no nvidia-fs driver, without which cuFile copies through host memory itself"
+        else:
+            findings = accelerators.device_findings(path)
+            if accelerators.chosen_for_devices(findings) is not None:
+                from .kvikio_engine import KvikioEngine
 
-        self._own = KvikioEngine(direct=True)
-        return self._own
+                self._own = KvikioEngine(direct=True)
+                return self._own
+            why = _reasons(findings)
+        _say_once(f"GPU pages are staged in host memory: {why}.")
+        return self._engine
 
     def _use(self, mode: str) -> None:
         """Let the store's own engine move a device's memory by the mode that was found to work."""
@@ -105,3 +110,12 @@ class DeviceEngines:
 
             if isinstance(self._engine, NixlEngine):
                 self._engine.device_mode = mode
+
+
+def _reasons(findings: Sequence[accelerators.Finding]) -> str:
+    return "; ".join(f"{found.engine} {found.mode}: {found.reason}" for found in findings)
+
+
+@cache
+def _say_once(text: str) -> None:
+    _LOG.warning("%s", text)
