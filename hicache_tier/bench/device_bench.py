@@ -13,7 +13,7 @@ from hicache_tier.device_pool import DevicePool
 from hicache_tier.host_pool import HostPool
 from hicache_tier.transfer import backup, load
 from hicache_tier_storage import open_store
-from hicache_tier_storage.kvikio_package import why_no_kvikio
+from hicache_tier_storage.kvikio_package import use_threads, why_no_kvikio
 from hicache_tier_storage.staging import waited_s
 
 from .errors import BenchError
@@ -117,23 +117,22 @@ class DeviceBench:
         rig = self._rig
         rig.put()
         bare = rig.bare(rig.slots(), range(self._shape.case.pages))
-        cold = rig.dropping(bare.paths)
         waits: list[float] = []
         put = [
             Contestant("bare", rig.settled(bare.write, bare.paths)),
             Contestant("host", rig.settled(self._put_by_host, bare.paths), self._clear),
-            Contestant("device", _watched(rig.settled(self._put, bare.paths), waits), self._clear),
+            Contestant("device", _watched(rig.settled(self._put, bare.paths), waits), self._ready),
         ]
         get = [
-            Contestant("bare", bare.read, cold),
-            Contestant("host", self._get_by_host, cold),
-            Contestant("device", _watched(self._get, waits), cold),
+            Contestant("bare", bare.read, rig.dropping(bare.paths)),
+            Contestant("host", self._get_by_host, lambda: rig.drop(self._slabs("host"))),
+            Contestant("device", _watched(self._get, waits), self._ready_to_read),
         ]
         large = self._large_file()
         try:
             if large is not None:
-                put.append(Contestant("one file", rig.settled(large.write, [large.path])))
-                get.append(Contestant("one file", large.read, rig.dropping([large.path])))
+                put.append(Contestant("one file", rig.settled(large.write, [large.path]), large.ready))
+                get.append(Contestant("one file", large.read, _both(large.ready, [large.path], rig)))
             found = []
             for direction, contestants in (("put", put), ("get", get)):
                 waits.clear()
@@ -168,6 +167,22 @@ class DeviceBench:
         self._store.clear()
         self._host_store.clear()
 
+    def _ready(self) -> None:
+        self._clear()
+        self._use_threads()
+
+    def _ready_to_read(self) -> None:
+        self._rig.drop(self._slabs("device"))
+        self._use_threads()
+
+    def _use_threads(self) -> None:
+        """Give kvikio back the threads that the engine asks for."""
+        if self._name.endswith("kvikio"):
+            use_threads(self._shape.threads)
+
+    def _slabs(self, store: str) -> list[Path]:
+        return sorted((self._rig.folder / store).glob("*/*/*/pages/c.*"))
+
     def _put_by_host(self) -> None:
         backup(self._device, self._host, self._pages, self._pages).wait()
         store = self._host_store
@@ -200,6 +215,7 @@ class DeviceBench:
         path = self._rig.folder / "one-file"
         for threads in THREADS:
             large = LargeFile(path, memory, threads)
+            large.ready()
             large.write()
             turns = []
             for _ in range(3):
@@ -269,6 +285,14 @@ class _NothingOnDevice:
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+def _both(ready: Callable[[], None], paths: Sequence[Path], rig: StorageRig) -> Callable[[], None]:
+    def prepare() -> None:
+        ready()
+        rig.drop(paths)
+
+    return prepare
 
 
 def _watched(run: Callable[[], None], waits: list[float]) -> Callable[[], None]:

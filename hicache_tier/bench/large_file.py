@@ -42,18 +42,19 @@ class LargeFile:
             os.posix_fallocate(file.fileno(), 0, memory.nbytes)
         self._file = kvikio_module().CuFile(path, "r+")
 
+    def ready(self) -> None:
+        """Give kvikio its threads, which takes a moment."""
+        kvikio_module().defaults.set("num_threads", self._threads)
+
     def write(self) -> None:
         """Write all of the memory."""
-        self._move("pwrite")
+        self._check(self._file.pwrite(self._bytes).get())
 
     def read(self) -> None:
         """Read all of it."""
-        self._move("pread")
+        self._check(self._file.pread(self._bytes).get())
 
-    def _move(self, verb: str) -> None:
-        defaults = kvikio_module().defaults
-        with defaults.set("num_threads", self._threads):
-            moved = getattr(self._file, verb)(self._bytes).get()
+    def _check(self, moved: int) -> None:
         if moved != self._memory.nbytes:
             raise BenchError(f"kvikio moved {moved} bytes of {self._memory.nbytes}")
 

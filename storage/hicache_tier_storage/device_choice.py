@@ -78,7 +78,9 @@ class DeviceEngines:
         path = existing_parent(self._directory)
         if self._asked == "auto":
             return self._automatic(path)
-        mine = [found for found in accelerators.device_findings(path) if found.engine == self._asked]
+        direct = self._engine.mode.endswith("direct")
+        found = accelerators.device_findings(path, direct=direct)
+        mine = [finding for finding in found if finding.engine == self._asked]
         good = next((finding for finding in mine if finding.usable), None)
         if good is None:
             raise EngineUnavailableError(

@@ -14,7 +14,6 @@ from hicache_tier_kernels import CopyPlan
 from hicache_tier_kernels.ring_copy import ring_copy
 
 from .descriptors import good_runs
-from .device_sums import summer
 from .engine import DeviceMemory, PageBatch, moved
 from .payload import Sums, summing
 from .staging import HALVES
@@ -63,7 +62,6 @@ class Move(ABC):
     ) -> None:
         self.pages, self.numbers, self.ring, self.places, self.sums = pages, numbers, ring, places, sums
         self.write = write
-        self._summers: list[Summer | None] = [None] * HALVES
         self._reasons = [""] * len(numbers)
 
     @property
@@ -155,22 +153,20 @@ class Move(ABC):
 
     def _sum(self, turn: int, start: int, stop: int) -> None:
         """Begin with the checksums of pages on a device; those in host memory are the engine's hook's."""
-        part = self._part(start, stop)
-        stream = self.ring.stream
-        if part is None or self.memory is None or stream is None:
-            return
-        addresses, lengths = self.summed(start, stop)
-        found = self._summers[turn % HALVES]
-        if found is None:
-            found = summer(len(lengths), int(lengths[0]), self.step, stream)
-            self._summers[turn % HALVES] = found
-        found.submit(addresses, np.array(part.seeds, np.uint64))
+        part, found = self._part(start, stop), self._summer(turn)
+        if part is not None and found is not None:
+            found.submit(self.summed(start, stop)[0], np.array(part.seeds, np.uint64))
 
     def _take_sums(self, turn: int, start: int, stop: int) -> None:
-        found = self._summers[turn % HALVES]
-        part = self._part(start, stop)
-        if found is not None and part is not None:
+        part, found = self._part(start, stop), self._summer(turn)
+        if part is not None and found is not None:
             part.values[:] = found.take()
+
+    def _summer(self, turn: int) -> Summer | None:
+        if self.sums is None or self.memory is None:
+            return None
+        lengths = self.summed(0, 0)[1]
+        return self.ring.summer(turn, len(lengths), int(lengths[0]), self.step)
 
 
 class RingMove(Move):
@@ -279,6 +275,11 @@ class FragmentMove(Move):
             shape.stride,
             memory=self.memory,
         )
+
+    def run(self, engine: ByteEngine) -> list[str]:
+        """Move all pages, once the caller's stream is done with them."""
+        self.ring.wait(self.ring.mark())
+        return super().run(engine)
 
     def fill(self, start: int, stop: int) -> None:
         """Nothing to do: the engine takes them from the pool."""

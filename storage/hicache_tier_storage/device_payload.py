@@ -118,15 +118,17 @@ class DevicePayload:
     def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
         """Move the pages; whatever the device or the engine raises becomes every page's reason."""
         on_device = bool(getattr(engine, "device_mode", "")) and self.device is not None
-        kind = RingKind.fitting(self.pages.rows.device, places.shape.stride, on_device=on_device)
-        one_by_one = self.pages.fragments is not None and (on_device or self.device is None)
-        kind_of_move = FragmentMove if one_by_one else RingMove
+        where = self.pages.rows.device
+        make: type[Move] = RingMove
+        kind = RingKind.fitting(where, places.shape.stride, on_device=on_device)
+        if self.pages.fragments is not None and (on_device or self.device is None):
+            make, kind = FragmentMove, RingKind.without_memory(where)
         guard = nullcontext() if self.device is None else torch.cuda.device(self.device)
         try:
             with guard, lent_ring(kind) as ring:
                 if ring.stream is not None and self.begin is not None:
                     ring.stream.wait_event(self.begin)
-                move: Move = kind_of_move(self.pages, self.numbers, ring, places, sums, write=write)
+                move = make(self.pages, self.numbers, ring, places, sums, write=write)
                 return move.run(engine)
         except StagingError as error:
             _LOG.warning("device pages were not moved: %s", error)

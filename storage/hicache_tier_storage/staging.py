@@ -17,6 +17,7 @@ import torch
 
 from hicache_tier_kernels.engine import new_event, new_stream
 
+from .device_sums import summer
 from .engine import DeviceMemory
 from .slab import SLOT_ALIGNMENT
 from .slot_map import slot_map
@@ -28,9 +29,12 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
     from hicache_tier_kernels import RowMap
 
+    from .device_sums import Summer
+
 HALF_NBYTES = 32 << 20
 HALVES = 2
 _RINGS = 4  # of a kind, at once
+_SUMMERS = 8  # shapes of pages that a ring remembers
 _DEADLINE_S = 60.0
 _SPIN_S, _PAUSE_S = 200e-6, 50e-6
 
@@ -60,6 +64,11 @@ class RingKind:
     def fitting(cls, pool: torch.device, stride: int, *, on_device: bool) -> RingKind:
         """Return the kind of ring for slots of `stride` bytes: one slot a half at least."""
         return cls(pool, on_device, max(HALF_NBYTES, stride))
+
+    @classmethod
+    def without_memory(cls, pool: torch.device) -> RingKind:
+        """Return the kind of ring for pages that are not staged: its stream is all that is needed."""
+        return cls(pool, on_device=True, half_nbytes=0)
 
 
 class Ring:
@@ -98,6 +107,32 @@ class Ring:
         region = ((self.address, total),)
         self.memory = DeviceMemory(kind.pool.index or 0, region, self) if cuda and kind.on_device else None
         self._maps: dict[tuple[KVGeometry, str, int], RowMap] = {}
+        self._summers: dict[tuple[int, int, int], tuple[int, Summer]] = {}
+        if cuda:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for what the device may still do with memory that belonged to somebody else."""
+        before = new_event()
+        before.record(torch.cuda.current_stream(self.kind.pool))
+        self.wait(before)
+
+    def summer(self, turn: int, fragments: int, nbytes: int, pages: int) -> Summer | None:
+        """Return what computes checksums of `pages` pages on the device; one for each turn, kept.
+
+        None where nothing is on a device.
+        """
+        if self.stream is None:
+            return None
+        key = (turn % HALVES, fragments, nbytes)
+        room, found = self._summers.get(key, (0, None))
+        if found is None or room < pages:
+            found = summer(fragments, nbytes, pages, self.stream)
+            self._settle()
+            if len(self._summers) >= _SUMMERS:
+                self._summers.clear()
+            self._summers[key] = (pages, found)
+        return found
 
     def slots_a_half(self, pitch: int) -> int:
         """Slots of `pitch` bytes that a half holds."""
