@@ -26,8 +26,8 @@ _MOST_RESIDENT = 0.02  # a page or two that read-ahead or another process holds 
 class Cache(StrEnum):
     """What the page cache has to do with a figure.
 
-    `bypassed`: O_DIRECT. `dropped`: reads begin with none of the files in memory, the clock of writes stops
-    when the device has the bytes. `warm`: neither; such figures are of memory, not of the device.
+    `bypassed`: O_DIRECT. `dropped`: each turn begins with none of the files in memory, and the clock of
+    writes stops when the device has the bytes. `warm`: neither; such figures are of memory, not of the device.
     """
 
     BYPASSED = "bypassed"
@@ -108,6 +108,17 @@ def drop(paths: Sequence[Path]) -> None:
     share = resident_share(paths)
     if share > _MOST_RESIDENT:
         raise BenchError(f"{share:.0%} of the files are still in memory after the page cache was dropped")
+
+
+def settle(folder: Path) -> None:
+    """Have a file system finish what is under way, so that nobody is timed with what others left behind."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _libc().syncfs(fd):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(folder))
+    finally:
+        os.close(fd)
 
 
 def resident_share(paths: Sequence[Path]) -> float:

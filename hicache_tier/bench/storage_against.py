@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from .page_cache import Cache, drop, write_out
+from .page_cache import Cache, drop, settle, write_out
 from .timing import Contestant, ratio, take_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from .peers import Peer, PeerKind
     from .storage_rig import StorageRig
@@ -29,8 +30,11 @@ def against(rig: StorageRig, kinds: Sequence[PeerKind], repeats: int) -> list[di
         cold = shape.cache is not Cache.WARM
         put = take_turns(
             [
-                Contestant("store", rig.settled(rig.put, slabs), rig.clear),
-                *(Contestant(name, _writing(peer, cold=cold), peer.remove) for name, peer in peers.items()),
+                Contestant("store", rig.settled(rig.put, slabs), _emptying(rig, rig.clear, lambda: slabs)),
+                *(
+                    Contestant(name, _writing(peer, cold=cold), _emptying(rig, peer.remove, peer.files))
+                    for name, peer in peers.items()
+                ),
             ],
             repeats,
         )
@@ -55,6 +59,23 @@ def against(rig: StorageRig, kinds: Sequence[PeerKind], repeats: int) -> list[di
         for name, peer in peers.items()
         for direction, samples in (("put", put), ("get", get))
     ]
+
+
+def _emptying(
+    rig: StorageRig, remove: Callable[[], None], files: Callable[[], list[Path]]
+) -> Callable[[], None]:
+    """Remove the pages, their files from memory too, and wait until the disk is at rest.
+
+    What was read before lies in memory in other pieces than what was written, which makes a write over it
+    slower; files made and deleted keep the disk busy for a while.
+    """
+
+    def empty() -> None:
+        remove()
+        rig.drop([path for path in files() if path.exists()])
+        settle(rig.folder)
+
+    return empty
 
 
 def _check(rig: StorageRig, name: str, peer: Peer) -> None:

@@ -42,11 +42,16 @@ class StorageBench:
         rig = self._rig
         bare = rig.bare(rig.slots(), range(self._shape.case.pages))
         cold = rig.dropping(bare.paths)
+
+        def make_room() -> None:
+            rig.clear()
+            cold()
+
         try:
             put = take_turns(
                 [
-                    Contestant("bare", rig.settled(bare.write, bare.paths)),
-                    Contestant("store", rig.settled(rig.put, bare.paths), rig.clear),
+                    Contestant("bare", rig.settled(bare.write, bare.paths), cold),
+                    Contestant("store", rig.settled(rig.put, bare.paths), make_room),
                 ],
                 repeats,
             )
@@ -93,7 +98,7 @@ class StorageBench:
         def store() -> None:
             _together(lambda: rig.get(rig.spare, reads), lambda: rig.put(writes))
 
-        def make_room() -> None:
+        def free_slots() -> None:
             rig.delete(writes)
             rig.drop(ours)
 
@@ -101,7 +106,7 @@ class StorageBench:
             samples = take_turns(
                 [
                     Contestant("bare", rig.settled(bare, writing.paths), rig.dropping(reading.paths)),
-                    Contestant("store", rig.settled(store, ours), make_room),
+                    Contestant("store", rig.settled(store, ours), free_slots),
                 ],
                 repeats,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .plotting import check_plotting
+from .transfer_report import nbytes_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,9 +30,11 @@ def plot_storage(result: dict[str, Any], path: Path) -> None:
     panels = list(dict.fromkeys((row["mode"], row["cache"]) for row in result["rows"])) or [("", "")]
     figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    found: dict[str, Any] = {}
+    names: list[str] = []  # a contestant has one colour in all panels
     for axes, panel in zip(all_axes, panels, strict=True):
         lines = _lines(result, panel)
-        names = list(dict.fromkeys(name for name, _ in lines))
+        names = list(dict.fromkeys([*names, *(name for name, _ in lines)]))
         for (name, direction), points in lines.items():
             axes.plot(
                 *zip(*sorted(points), strict=True),
@@ -44,12 +47,16 @@ def plot_storage(result: dict[str, Any], path: Path) -> None:
             axes.axhline(result["host"]["link_gb_s"], color="0.6", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("page, bytes")
+        axes.set_xlabel("page")
         axes.set_ylabel("GB/s")
         axes.set_title(", ".join(panel), fontsize=10)
         axes.grid(visible=True, alpha=0.3)
-        if lines:
-            axes.legend(fontsize=7)
+        sizes = sorted({nbytes for points in lines.values() for nbytes, _ in points})
+        axes.set_xticks(sizes, [nbytes_text(nbytes) for nbytes in sizes])
+        axes.minorticks_off()
+        found |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    if found:
+        figure.legend(found.values(), found.keys(), fontsize=7, loc="outside right upper")
     figure.savefig(path, dpi=130)
 
 

@@ -46,11 +46,11 @@ class StorageRig:
     def __init__(self, root: Path, shape: StorageShape, engine: str = "posix") -> None:
         case = shape.case
         self.shape, self.engine = shape, engine
-        self.folder = Path(tempfile.mkdtemp(prefix="hct-bench-", dir=root))
         self._host = random_pool(case.geometry, shape.layout, case.pages)
         self._keys = make_keys("bench", case.pages)
         self._pages = torch.arange(case.pages)
         self.spare = torch.arange(case.pages, 2 * case.pages)
+        self.folder = Path(tempfile.mkdtemp(prefix="hct-bench-", dir=root))
         try:
             self._store = open_store(
                 self.folder / "store",

@@ -7,6 +7,8 @@ import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hicache_tier.layout import Layout
+
 from .link import DeviceLink, device_link
 from .page_cache import Cache, ways
 from .peers import chosen_peers
@@ -84,11 +86,12 @@ class StorageSession:
         self._link = (
             device_link(wish.root) if wish.link_gb_s is None else DeviceLink(wish.link_gb_s, "as given")
         )
+        layout = Layout.parse(wish.layout).value
         cases = [StorageCase.parse(text) for text in wish.cases]
         depths = wish.depths or (max(case.pages for case in cases),)
         self._peers, self._peers_left_out = chosen_peers(wish.peers)
         found = ways(wish.root, wish.modes, allow_cached=wish.allow_cached)
-        self._shapes = shapes(cases, found, wish.threads, depths, wish.layout)
+        self._shapes = shapes(cases, found, wish.threads, depths, layout)
         self._sources, self._left_out = chosen_sources(wish.root, wish.engine)
 
     def __len__(self) -> int:
@@ -162,7 +165,7 @@ def cache_words(cache: str) -> str:
     """Return what a row's `cache` means, for people."""
     return {
         Cache.BYPASSED: "page cache bypassed (O_DIRECT)",
-        Cache.DROPPED: "page cache dropped before reads (seen by mincore), writes timed to the device",
+        Cache.DROPPED: "page cache dropped before each turn (seen by mincore), writes timed to the device",
         Cache.WARM: "through the page cache: memory, not the device",
     }[Cache(cache)]
 
