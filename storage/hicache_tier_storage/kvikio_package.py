@@ -59,5 +59,9 @@ def use_threads(count: int) -> None:
 
 
 def compat_mode() -> str:
-    """Return kvikio's compatibility mode as it is: `ON`, `OFF` or `AUTO`."""
-    return str(kvikio_module().defaults.get("compat_mode").name)
+    """Return kvikio's compatibility mode as it is: `ON`, `OFF`, or what `AUTO` comes to here."""
+    defaults = kvikio_module().defaults
+    mode = str(defaults.get("compat_mode").name)
+    if mode != "AUTO":
+        return mode
+    return f"AUTO ({'ON' if defaults.is_compat_mode_preferred() else 'OFF'})"
