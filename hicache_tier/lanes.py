@@ -38,9 +38,8 @@ log = logging.getLogger(__name__)
 _LAST_WAIT_S = 10.0
 _REAP_S = 4e-3
 
-_LAYER_PATIENCE_S = 30e-6
-_PATIENCE_S = 250e-6
-"""What submitting may cost the caller of an engine that is not cheap: so much a layer, and so much in all."""
+_PATIENCE_S = 30e-6
+"""What submitting one layer may cost the caller of an engine that is not cheap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class Lane:
         elif self._submitter.behind or job.turn.plan.indices_on_device:
             self._submitter.put(partial(self._submit_quietly, submission))
         else:
-            patience = min(_PATIENCE_S, _LAYER_PATIENCE_S * len(job.completion.layers))
+            patience = _PATIENCE_S * len(job.completion.layers)
             if not self._submit(submission, time.perf_counter() + patience):
                 self._submitter.put(partial(self._submit_quietly, submission))
 
