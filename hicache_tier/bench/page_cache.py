@@ -27,7 +27,7 @@ class Cache(StrEnum):
     """What the page cache has to do with a figure.
 
     `bypassed`: O_DIRECT. `dropped`: each turn begins with none of the files in memory, and the clock of
-    writes stops when the device has the bytes. `warm`: neither; such figures are of memory, not of the device.
+    writes stops when the device has the bytes. `warm`: neither; such figures are of memory.
     """
 
     BYPASSED = "bypassed"

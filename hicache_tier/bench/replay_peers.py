@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from hicache_tier.geometry import PoolKind
+
 from .errors import BenchError
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ class SglangFiles:
             pp_size=1,
             attn_cp_rank=0,
             attn_cp_size=1,
-            is_mla_model=geometry.uniform and len(geometry.components) == 1,
+            is_mla_model=geometry.kind is not PoolKind.MHA,
             enable_storage_metrics=False,
             is_page_first_layout=layout.value == "page_first",
             model_name="replay",
