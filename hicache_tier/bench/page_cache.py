@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # include/uapi/linux/fs.h: wait for what is under way, start the rest, wait for that
 _WRITE_OUT = 1 | 2 | 4
-_MOST_RESIDENT = 0.02  # a page or two that read-ahead or another process holds does not make a figure warm
+MOST_RESIDENT = 0.02  # a page or two that read-ahead or another process holds does not make a figure warm
 
 
 class Cache(StrEnum):
@@ -106,7 +106,7 @@ def drop(paths: Sequence[Path]) -> None:
         finally:
             os.close(fd)
     share = resident_share(paths)
-    if share > _MOST_RESIDENT:
+    if share > MOST_RESIDENT:
         raise BenchError(f"{share:.0%} of the files are still in memory after the page cache was dropped")
 
 

@@ -65,7 +65,7 @@ class StorageBench:
             self._row("get", get, 100),
             *(self._row("mixed", self._mixed(percent, repeats), percent) for percent in mixes),
         ]
-        rig.check_mode()
+        rig.check_bypass()
         return found
 
     def against(self, kinds: Sequence[PeerKind], repeats: int) -> list[dict[str, Any]]:

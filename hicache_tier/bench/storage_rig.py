@@ -17,7 +17,7 @@ from hicache_tier_storage.slab import SLOT_ALIGNMENT
 
 from .bare_loop import BareLoop
 from .errors import BenchError
-from .page_cache import Cache, drop, write_out
+from .page_cache import MOST_RESIDENT, Cache, drop, resident_share, write_out
 from .storage_pages import make_keys, page_buffers, page_bytes, random_pool
 
 if TYPE_CHECKING:
@@ -76,11 +76,22 @@ class StorageRig:
         self.get(self.spare)
         self.compare("the store", range(self.shape.case.pages))
 
-    def check_mode(self) -> None:
-        """Raise `BenchError` where the engine went on in another mode than the one that was asked for."""
-        mode = self._store.stats()["mode"]
-        if self.engine == "posix" and mode != self.shape.mode:
-            raise BenchError(f"mode {self.shape.mode} was asked for and the engine went on {mode}.")
+    def check_bypass(self) -> None:
+        """Raise `BenchError` where pages lie in memory after reads that were to bypass the page cache.
+
+        An engine may go on buffered where the medium refuses O_DIRECT; whatever it says, `mincore` sees it.
+        """
+        if self.shape.cache is not Cache.BYPASSED:
+            return
+        slabs = sorted({path for path, _ in self.slots()})
+        drop(slabs)
+        self.get()
+        share = resident_share(slabs)
+        if share > MOST_RESIDENT:
+            raise BenchError(
+                f"engine {self.engine} was to bypass the page cache; {share:.0%} of the pages went through "
+                f"it. Its mode is {self._store.stats()['mode']!r}."
+            )
 
     def close(self) -> None:
         """Remove everything that was written."""

@@ -193,6 +193,27 @@ def test_a_file_system_in_memory_is_refused(bench, tmp_path_factory):
     assert ways(MEMORY, ["buffered"], allow_cached=True) == [("buffered", Cache.WARM)]
 
 
+def test_an_engine_that_went_on_buffered_is_found_out(tmp_path):
+    if why_not_cold(tmp_path):
+        pytest.skip("the page cache cannot be dropped here")
+    case = StorageCase(4, 65536)
+    for mode, cache, caught in (
+        ("buffered", Cache.BYPASSED, True),
+        ("buffered", Cache.DROPPED, False),
+        ("direct", Cache.BYPASSED, False),
+    ):
+        rig = StorageRig(tmp_path, StorageShape(case, mode, cache, False, 2, 4))
+        try:
+            rig.check()
+            if caught:
+                with pytest.raises(BenchError, match="100% of the pages went through"):
+                    rig.check_bypass()
+            else:
+                rig.check_bypass()
+        finally:
+            rig.close()
+
+
 def fake_disk(tmp_path, speeds):
     """Make a tree as sysfs has it: a mapped device over disks behind PCIe links."""
     device = tmp_path.stat().st_dev
