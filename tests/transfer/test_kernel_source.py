@@ -102,16 +102,12 @@ class OnCpu(CopyEngineSuite):
 
 
 class TestLanesOverTheSource(OnCpu):
-    pass
+    def run(self, plan):
+        run_on_cpu(self.folder, plan, plan.source, inline=plan.source_pages.dtype == torch.int32)
 
 
 class TestLanesOverTheDestination(OnCpu):
     near = "destination"
-
-
-class TestNumbersInTheArgument(OnCpu):
-    def run(self, plan):
-        run_on_cpu(self.folder, plan, plan.source, inline=True)
 
 
 @pytest.mark.parametrize(
