@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicache_tier.layout import Layout
+from hicache_tier.memory import check_budget
 from hicache_tier_storage import open_store
 
 from .errors import BenchError
@@ -161,10 +162,13 @@ class ReplaySession:
                 f"the store would need {capacity / 1e9:.1f} GB; {wish.root} has {free / 1e9:.1f} GB free. "
                 "Use fewer --requests, a smaller --model or --page-tokens, or less --capacity."
             )
+        device = find_device(wish.device)
+        on_host = host_pages + (max(wish.device_pages, longest) if device.type == "cpu" else 0)
+        check_budget(on_host * geometry.page_nbytes)
         return ReplayShape(
             geometry=geometry,
             layout=Layout.parse(wish.layout),
-            device=find_device(wish.device),
+            device=device,
             pages_a_block=wish.pages_a_block,
             longest=longest,
             device_pages=wish.device_pages,

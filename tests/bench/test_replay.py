@@ -242,6 +242,7 @@ def test_a_paced_replay_takes_its_time(bench, tmp_path):
         (("generated", "--requests", 5, "--device-pages", 1), "longest prompt"),
         (("generated", "--model", "llama-3.1-8b", "--pages-per-block", 4096), "GB free"),
         (("generated", "--requests", 5, "--host-size", "big"), "not a size"),
+        (("generated", "--requests", 5, "--host-size", "1PiB"), "Ask for fewer pages"),
         (("generated", "--requests", 5, "--layout", "rows"), "rows"),
         (("generated", "--requests", 5, "--policy", "never"), "never"),
     ],
