@@ -28,7 +28,9 @@ BROKEN_PIPE = 141
 
 _VERBS = {
     "bench": "hicache_tier.cli.bench",
+    "dashboard": "hicache_tier.cli.dashboard",
     "demo": "hicache_tier.cli.demo",
+    "doctor": "hicache_tier.cli.doctor",
     "export": "hicache_tier.cli.export",
     "import": "hicache_tier.cli.import_archive",
     "inspect": "hicache_tier.cli.inspect_store",

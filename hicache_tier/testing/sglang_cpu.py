@@ -154,6 +154,11 @@ def _ranks(rank: int, size: int) -> dict[str, int]:
         "tp_size": size,
         "pp_rank": 0,
         "pp_size": 1,
+        "attn_tp_rank": rank,
+        "attn_tp_size": size,
+        "attn_dp_size": 1,
+        "moe_tp_size": size,
+        "attn_cp_size": 1,
         "attn_dcp_rank": 0,
         "attn_dcp_size": 1,
     }

@@ -1,4 +1,4 @@
-"""A server's caches on the CPU, made of SGLang's own parts: device pool, radix tree, controller, host pool."""
+"""A server's caches on the CPU, made of SGLang's own parts: device pool, tree, controller, host pool."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .sglang_cpu import ServerContext
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from .sglang_cpu import ServerContext
 
 PAGE_TOKENS = 16
 MODULE = "hicache_tier.integrations.sglang"

@@ -18,31 +18,36 @@ _DRAFT: Final = {
     "speculative_draft_model_path": None,
     "speculative_draft_model_revision": None,
 }
+_READ: Final = (*_MODEL, *_DRAFT, "kv_cache_dtype", "model_path")
 
 
-def server_arguments() -> object | None:
-    """Return SGLang's arguments of this process, or None outside of a server."""
+def server_arguments() -> dict[str, Any]:
+    """Return SGLang's arguments of this process, as it resolved them; nothing outside of a server."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
-        arguments: object = get_server_args()
+        arguments = get_server_args()
     except (ImportError, ValueError, AttributeError):
-        return None
-    return arguments
+        return {}
+    try:
+        resolved: dict[str, Any] = arguments.resolved_dict()
+    except (AttributeError, TypeError):  # another release
+        resolved = {name: getattr(arguments, name, None) for name in _READ}
+    return {name: plain(resolved.get(name)) for name in _READ}
 
 
-def kv_cache_dtype(arguments: object | None) -> str | None:
+def kv_cache_dtype(arguments: dict[str, Any]) -> str | None:
     """Return the dtype that was asked for: pools hold fp8 of either kind as bytes."""
-    value = getattr(arguments, "kv_cache_dtype", None)
+    value = arguments.get("kv_cache_dtype")
     return value if isinstance(value, str) else None
 
 
-def server_facts(arguments: object | None, *, one_byte: bool, draft: bool) -> dict[str, Any]:
+def server_facts(arguments: dict[str, Any], *, one_byte: bool, draft: bool) -> dict[str, Any]:
     """Return what decides the bytes of a pool, as plain data.
 
     Parameters
     ----------
-    arguments
+    arguments : dict
         `server_arguments()`.
     one_byte : bool
         Whether the pool's elements are single bytes, which do not say what they mean.
@@ -50,10 +55,8 @@ def server_facts(arguments: object | None, *, one_byte: bool, draft: bool) -> di
         Whether the pool holds a draft model's layers.
     """
     wanted = _MODEL | (_DRAFT if draft else {}) | ({"kv_cache_dtype": None} if one_byte else {})
-    found = {name: plain(getattr(arguments, name, None)) for name in wanted}
-    return {
-        name: value for name, value in sorted(found.items()) if value is not None and value != wanted[name]
-    }
+    found = {name: arguments.get(name) for name in sorted(wanted)}
+    return {name: value for name, value in found.items() if value is not None and value != wanted[name]}
 
 
 def labelled(model: str, facts: dict[str, Any]) -> str:

@@ -113,7 +113,7 @@ def pool_facts(pool: Any, *, recognised: bool) -> dict[str, Any]:  # noqa: ANN40
     axes = getattr(getattr(order, "layout", None), "value", None)
     if axes not in {None, "nhd", "paged_nhd"}:  # the device's order of axes within a page, kept on the host
         facts["axes"] = plain(axes)
-    return {name: value for name, value in sorted(facts.items()) if value not in {None, False}}
+    return {name: value for name, value in sorted(facts.items()) if value is not None and value is not False}
 
 
 def packs_draft(pool: Any) -> bool:  # noqa: ANN401 - one of SGLang's host pools

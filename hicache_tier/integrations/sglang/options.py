@@ -103,6 +103,14 @@ class Options:
         checked._check()
         return checked
 
+    @property
+    def revision(self) -> str | None:
+        """Revision of the identity: that of the model, that of the weights, or both."""
+        if self.weight_version is None:
+            return self.model_revision
+        weights = f"weights {self.weight_version}"
+        return weights if self.model_revision is None else f"{self.model_revision}, {weights}"
+
     def _check(self) -> None:
         for name in ("checksums", "read_only", "metrics"):
             _expect(name, getattr(self, name), bool, "true or false")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from hicache_tier.tier.store import error_kind
 from hicache_tier_storage import open_store
 from hicache_tier_storage.status import ABSENT, LOADED, PageStatus, failed
 
+from .diagnosis import KEYS
 from .facts import labelled, server_facts
 from .kinds import packs_draft
 from .memory import CallPages, marker_pages, pool_pages, tensor_pages
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from hicache_tier_storage import PageStore
+    from hicache_tier_storage import ByteEngine, PageStore
 
     from .options import Options
     from .ranks import Ranks
@@ -100,8 +101,10 @@ class Pool:
     view : PoolView
     options : Options
     ranks : Ranks
-    arguments
-        The server's, or None.
+    arguments : dict
+        The server's.
+    engine : ByteEngine, optional
+        Instead of the one that the options name.
 
     Attributes
     ----------
@@ -109,13 +112,21 @@ class Pool:
     store : PageStore
     """
 
-    def __init__(self, view: PoolView, options: Options, ranks: Ranks, arguments: object | None) -> None:
+    def __init__(
+        self,
+        view: PoolView,
+        options: Options,
+        ranks: Ranks,
+        arguments: dict[str, Any],
+        *,
+        engine: ByteEngine | None = None,
+    ) -> None:
         self.view = view
         self.replicated = ranks.replicated and view.name != "mamba" and not _cut_by_heads(view)
         one_byte = getattr(getattr(view.pool, "dtype", None), "itemsize", 1) == 1
         draft = view.name.startswith("draft") or packs_draft(view.pool)
         facts = view.facts | server_facts(arguments, one_byte=one_byte, draft=draft)
-        path = getattr(arguments, "model_path", None)
+        path = arguments.get("model_path")
         if options.model is None and isinstance(path, str) and not ranks.model.startswith(path):
             facts["model_path"] = path  # the name is one that the operator chose to serve it under
         if view.sharded and not self.replicated and not _cut_by_heads(view):
@@ -125,18 +136,18 @@ class Pool:
             view.geometry,
             view.layout,
             model=labelled(options.model or ranks.model, facts),
-            revision=_revision(options),
+            revision=options.revision,
             tenant=options.tenant,
             adapter=options.adapter,
             scales=options.scales,
             rope=options.rope,
-            key_algorithm="sglang-sha256-chain",
+            key_algorithm=KEYS,
             tp=ranks.tp,
             pp=ranks.pp,
             cp=ranks.cp,
             pool=view.name,
             capacity_bytes=options.capacity_bytes,
-            engine=options.engine,
+            engine=engine or options.engine,
             io_mode=options.io_mode,
             threads=options.threads,
             verify=options.verify,
@@ -188,15 +199,6 @@ class Pool:
 
 def _cut_by_heads(view: PoolView) -> bool:
     return view.sharded and view.geometry.kind.value == "mha"
-
-
-def _revision(options: Options) -> str | None:
-    """Return the revision of an identity: that of the model, that of the weights, or both."""
-    if options.weight_version is None:
-        return options.model_revision
-    if options.model_revision is None:
-        return f"weights {options.weight_version}"
-    return f"{options.model_revision}, weights {options.weight_version}"
 
 
 def _any_page(store: PageStore) -> bytes | None:

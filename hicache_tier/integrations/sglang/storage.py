@@ -281,7 +281,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
                 self.tally.refused(op, name, "not_registered" if pool is None else "no_indices", len(keys))
                 continue
             try:
-                numbers = pool.view.pages(indices, len(keys))
+                numbers = pool.view.pages(indices, len(keys), unique=op == "get")
             except InvalidArgumentError as error:
                 _LOG.error("%s", error)
                 self.tally.refused(op, name, "bad_indices", len(keys))

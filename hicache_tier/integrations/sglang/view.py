@@ -88,8 +88,8 @@ class PoolView:
 
     # -- pages of a call -------------------------------------------------------------------------------------
 
-    def pages(self, indices: torch.Tensor, count: int) -> NDArray[np.int64]:
-        """Return page numbers for slots, one page after the other.
+    def pages(self, indices: torch.Tensor, count: int, *, unique: bool) -> NDArray[np.int64]:
+        """Return page numbers for slots, one page after the other; `unique` where none may be named twice.
 
         Raises
         ------
@@ -109,6 +109,8 @@ class PoolView:
             or numbers.max() >= self.num_pages
         ):
             raise InvalidArgumentError(f"{self.name}: the indices are not pages of this pool.")
+        if unique and len(np.unique(numbers)) != count:
+            raise InvalidArgumentError(f"{self.name}: a page is named twice.")
         return numbers
 
     def addresses(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,0 +1,109 @@
+"""`hicache-tier doctor`: how much of a store a server's configuration can read, and why not the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicache_tier.errors import InvalidArgumentError
+
+from .app import FINDING
+from .output import json_option, print_json, show, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_tier.integrations.sglang.diagnosis import Finding
+
+_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+@click.command("doctor", short_help="Tell what a server can read of a store, and why not the rest.")
+@click.argument("roots", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
+@click.option("--extra-config", help="SGLang's --hicache-storage-backend-extra-config: JSON, or @FILE.json.")
+@click.option("--model", help="The served model name.")
+@click.option("--layout", type=click.Choice(_LAYOUTS), help="SGLang's --hicache-mem-layout.")
+@click.option("--dtype", help="Dtype of the KV cache, for example bfloat16.")
+@click.option("--page-size", type=int, help="SGLang's --page-size.")
+@click.option("--layers", type=int, help="Layers of one rank.")
+@click.option("--heads", type=int, help="KV heads of one rank.")
+@click.option("--tp", type=int, help="Tensor parallel size, within an attention group.")
+@click.option("--pp", type=int, help="Pipeline parallel size.")
+@click.option("--cp", type=int, help="Attention context parallel size.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    roots: Sequence[str],
+    extra_config: str | None,
+    as_json: bool,
+    **said: Any,  # noqa: ANN401 - the other options, by name
+) -> None:
+    """Compare what the stores at ROOTS hold with a server's configuration.
+
+    What is not said is not compared. Where nothing is said, the configuration is that of the servers that
+    have the store open now. Exit code 1 where pages are stored and none of them can be read.
+    """
+    from hicache_tier.integrations.sglang.diagnosis import Configuration, diagnose
+    from hicache_tier.integrations.sglang.options import Options
+    from hicache_tier.layout import Layout
+
+    options = None if extra_config is None else Options.parse({"root": list(roots)} | _config(extra_config))
+    configuration = Configuration(
+        options=options,
+        model=said["model"],
+        layout=None if said["layout"] is None else Layout.parse(said["layout"]),
+        dtype=said["dtype"],
+        page_tokens=said["page_size"],
+        num_layers=said["layers"],
+        num_kv_heads=said["heads"],
+        tp_size=said["tp"],
+        pp_size=said["pp"],
+        cp_size=said["cp"],
+    )
+    found = diagnose(roots, configuration)
+    stored = sum(one.pages for one in found)
+    readable = sum(one.pages for one in found if not one.why)
+    if as_json:
+        namespaces = [one.as_dict() for one in found]
+        print_json({"stored": stored, "readable": readable, "namespaces": namespaces})
+    else:
+        _show(found, stored, readable)
+    if stored and not readable:
+        ctx.exit(FINDING)
+
+
+def _config(text: str) -> dict[str, Any]:
+    """Read the extra config as SGLang does, but for its TOML and YAML files."""
+    try:
+        config = json.loads(Path(text[1:]).read_text("utf-8") if text.startswith("@") else text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"--extra-config is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise InvalidArgumentError(f"--extra-config must be an object, got {text!r}.")
+    return {name: value for name, value in config.items() if name not in {"root", "roots"}}
+
+
+def _show(found: Sequence[Finding], stored: int, readable: int) -> None:
+    from rich.text import Text
+
+    rows = [
+        (
+            one.namespace[:8],
+            one.model,
+            one.pool,
+            one.pages,
+            "yes" if one.in_use else "",
+            ", ".join(f"{name} {value}" for name, value in one.facts.items()),
+            "no" if one.why else "yes",
+        )
+        for one in sorted(found, key=lambda one: (bool(one.why), -one.pages))
+    ]
+    show(table(None, ("namespace", "model", "pool", ">pages", "open now", "with", "readable"), rows))
+    for one in found:
+        for line in one.why:
+            show(Text.assemble((f"{one.namespace[:8]}  ", "dim"), line))
+    show(f"stored {stored} pages, readable by this configuration {readable}")
