@@ -37,6 +37,7 @@ _LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     roots: Sequence[str],
     extra_config: str | None,
     as_json: bool,

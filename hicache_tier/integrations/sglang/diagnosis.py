@@ -139,7 +139,8 @@ def _in_use(space: dict[str, Any]) -> bool:
 def _stated(space: dict[str, Any]) -> dict[str, object]:
     """Return an identity's fields under the names of `Configuration.expected`."""
     identity = space["identity"]
-    geometry = next(iter(identity.get("pools", {}).values()), {})
+    pools: dict[str, dict[str, Any]] = identity.get("pools", {})
+    geometry: dict[str, Any] = next(iter(pools.values()), {})
     model, facts = _unlabelled(identity.get("model"))
     opaque = geometry.get("kind") == "indexer"
     components = geometry.get("components") or [{}]
