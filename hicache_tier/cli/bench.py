@@ -8,7 +8,7 @@ from importlib import import_module
 import click
 
 _HOME = "hicache_tier.bench"
-_BENCHES = ("replay", "storage", "transfer")
+_BENCHES = ("archive", "replay", "storage", "transfer")
 
 
 class BenchGroup(click.Group):

@@ -75,6 +75,8 @@ def read_keys(path: Path) -> frozenset[bytes]:
               show_default=True, help="fast: lz4; small: Zstandard, slow; zstd: for fp8.")  # fmt: skip
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True,
               help="1: threads of this process.")  # fmt: skip
+@click.option("--full-speed", is_flag=True,
+              help="Also where a server writes to the store, which is then slowed down.")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace an archive that is there.")
 @click.option("--sync", is_flag=True, help="Have all on disk before the archive appears.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be written.")
@@ -92,6 +94,7 @@ def command(  # noqa: PLR0917 - click passes options by name
     first: str,
     codec: str,
     processes: int,
+    full_speed: bool,
     overwrite: bool,
     sync: bool,
     dry_run: bool,
@@ -99,9 +102,9 @@ def command(  # noqa: PLR0917 - click passes options by name
 ) -> None:
     """Write the pages of the store at ROOT to DEST: a folder, a .zip, or the URL of an object store.
 
-    Works while servers use the store. The archive is ordinary Zarr v3 with named dimensions. An export that
-    was stopped goes on where it was when the same command is given again. Exit code 1 where pages of the
-    store are damaged.
+    Works while servers use the store, and then keeps out of their way. The archive is ordinary Zarr v3
+    with named dimensions. An export that was stopped goes on where it was when the same command is given
+    again. Exit code 1 where pages of the store are damaged.
     """
     from hicache_tier_storage.archive import Selection, export_archive
     from hicache_tier_storage.archive.prompts import read_prompts
@@ -122,6 +125,7 @@ def command(  # noqa: PLR0917 - click passes options by name
                 selection=selection,
                 codec=codec,
                 processes=processes,
+                polite=False if full_speed else None,
                 overwrite=overwrite,
                 sync=sync,
                 dry_run=dry_run,

@@ -15,6 +15,7 @@ from hicache_tier.dtypes import DType
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from numpy.typing import NDArray
 
     from hicache_tier.geometry import Component, KVGeometry
@@ -74,15 +75,15 @@ def convert_pages(
         Whether all values of a page fit the target's dtype; false where a finite one becomes infinite.
     """
     fits = np.ones(len(out), np.bool_)
+    old_dtype, new_dtype = source.geometry.dtype, target.geometry.dtype
     for (_, old), (_, new) in zip(source.components(pages), target.components(out), strict=True):
         part = old[:, :, :, heads.source : heads.source + heads.count]
         into = new[:, :, :, heads.target : heads.target + heads.count]
         for a, b in _by_tokens(part, into):
-            if source.geometry.dtype is target.geometry.dtype:
+            if old_dtype is new_dtype:
                 b[...] = a
             else:
-                values, good = _cast(a, source.geometry.dtype, target.geometry.dtype)
-                b[...] = values
+                good = _cast(a, old_dtype, b, new_dtype)
                 fits &= good if len(good) == len(fits) else np.repeat(good, len(fits) // len(good))
     return fits
 
@@ -99,14 +100,23 @@ def _by_tokens(old: NDArray[Any], new: NDArray[Any]) -> Iterator[tuple[NDArray[A
             yield old[at::parts], new[:, :, tokens]
 
 
-def _cast(values: NDArray[Any], old: DType, new: DType) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Round to the nearest value of another dtype; tell for each page whether all of it stays finite."""
+def _cast(old: NDArray[Any], old_dtype: DType, new: NDArray[Any], new_dtype: DType) -> NDArray[np.bool_]:
+    """Round to the nearest value of another dtype; tell for each page whether all of it stays finite.
+
+    It goes a layer of a page at a time, so that torch begins no threads of its own: several pages are
+    converted at once already.
+    """
+    good = np.ones(len(old), np.bool_)
+    for page, layer in np.ndindex(old.shape[:2]):
+        a = _tensor(old[page, layer]).view(old_dtype.torch)
+        b = _tensor(new[page, layer]).view(new_dtype.torch)
+        b.copy_(a)
+        good[page] &= not bool((b.isinf() & ~a.isinf()).any())
+    return good
+
+
+def _tensor(values: NDArray[Any]) -> torch.Tensor:
+    """Share memory with torch."""
     import torch
 
-    dtypes = {np.dtype(np.uint16): torch.uint16}
-    storage = torch.from_numpy(np.ascontiguousarray(values))
-    cast = storage.view(old.torch).to(new.torch)
-    lost = torch.isinf(cast) & ~torch.isinf(storage.view(old.torch))
-    good = ~lost.reshape(len(values), -1).any(dim=1).numpy()
-    raw = cast.view(dtypes.get(np.dtype(new.storage), new.torch)).numpy()
-    return raw, good
+    return torch.from_numpy(values.view(np.int16) if values.dtype == np.uint16 else values)

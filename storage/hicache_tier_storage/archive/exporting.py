@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .stores import PartSource
 
 _IN_FLIGHT = 2  # calls a worker
+_REST = 3.0  # behind a server that writes: three quarters of the time
 
 
 @dataclass(slots=True)
@@ -105,6 +106,7 @@ def export_archive(
     codec: Codec | str = Codec.NONE,
     processes: int = 1,
     threads: int | None = None,
+    polite: bool | None = None,
     overwrite: bool = False,
     sync: bool = False,
     dry_run: bool = False,
@@ -128,7 +130,10 @@ def export_archive(
     processes : int
         1: threads of this one.
     threads : int, optional
-        Of this process; up to 4 where not given.
+        Of this process; up to 4 where not given, 1 where it is to be polite.
+    polite : bool, optional
+        Stand still three quarters of the time, and run at a lower priority. Where not given: as long as a
+        process has the store open for writing when the export begins.
     overwrite : bool
         Replace an archive that is there, or an unfinished export with other options.
     sync : bool
@@ -176,9 +181,10 @@ def export_archive(
     job = {"root": str(Path(root).absolute()), "codec": codec.value, "version": 1, **chosen.as_dict()}
     target = open_destination(place, job, overwrite=overwrite, sync=sync)
     try:
-        workers = Workers(processes, threads or default_threads(), polite=found.live)
-        with workers:
-            export = _Export(target, codec, workers, report, sync=sync)
+        gently = found.live if polite is None else polite
+        count = threads or (1 if gently else default_threads())
+        with Workers(processes, count, polite=gently) as workers:
+            export = _Export(target, codec, workers, report, rest=_REST if gently else 0.0, sync=sync)
             export.run(listed, tokens, progress)
         manifest = manifest_document(export.facts, {part.name.namespace: part.identity for part, _ in listed})
         target.finish(json.dumps(manifest, indent=1, sort_keys=True).encode())
@@ -217,13 +223,21 @@ class _Export:
     """An export under way: parts one after another, the shards of each by several workers."""
 
     def __init__(
-        self, target: Destination, codec: Codec, workers: Workers, report: ExportReport, *, sync: bool
+        self,
+        target: Destination,
+        codec: Codec,
+        workers: Workers,
+        report: ExportReport,
+        *,
+        rest: float,
+        sync: bool,
     ) -> None:
         self.facts: list[PartFacts] = []
         self._target = target
         self._codec = codec
         self._workers = workers
         self._report = report
+        self._rest = rest
         self._sync = sync
         self._done = 0
         self._total = 0
@@ -258,7 +272,9 @@ class _Export:
         self._report.resumed_pages += rows
         self._step(rows * nbytes)
         places, names = _not_among(pages, resumed)
-        source = PageSource(tuple(part.partitions), nbytes, part.geometry.dtype.itemsize, self._codec)
+        source = PageSource(
+            tuple(part.partitions), nbytes, part.geometry.dtype.itemsize, self._codec, self._rest
+        )
         rest = self._fill_all(source, published, capacity, places, names)
         for draft in merged(rest):
             published.publish(draft, sync=self._sync)

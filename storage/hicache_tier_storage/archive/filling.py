@@ -46,12 +46,15 @@ class PageSource:
     partitions : tuple of PartitionSource
     page_nbytes, itemsize : int
     codec : Codec
+    rest : float
+        Seconds to stand still for each second of work, so that a server comes first.
     """
 
     partitions: tuple[PartitionSource, ...]
     page_nbytes: int
     itemsize: int
     codec: Codec
+    rest: float = 0.0
 
 
 @dataclass(slots=True)
@@ -106,6 +109,7 @@ def fill(
         for owner, first, last in _runs(source, owners, slots):
             if stopped():
                 raise StoppedError
+            began_s = time.monotonic()
             partition = source.partitions[owner]
             stride = partition.facts.shape.stride
             if len(buffer) < (last - first) * stride:
@@ -117,6 +121,8 @@ def fill(
             at += write_all(fd, [buffer[: len(good) * stride]] if merge else pages, at)
             draft.extend(rows, [len(page) for page in pages])
             filled.added += len(rows)
+            if source.rest:
+                time.sleep(source.rest * (time.monotonic() - began_s))
     finally:
         os.close(fd)
     return filled

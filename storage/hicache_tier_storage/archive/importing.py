@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .reader import Archive
     from .targets import Target
 
-_BATCH_NBYTES = 8 << 20
+_BATCH_NBYTES = 4 << 20  # with what it is converted to, it stays in the cache of a core
 _MOST_DETAILS = 1000
 _IN_FLIGHT = 2
 

@@ -1,0 +1,55 @@
+"""`bench archive` at a size that says nothing of speed: it measures what it says, and checks bytes first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hicache_tier.bench import archive_rig
+from hicache_tier.bench.archive_rig import ArchiveRig
+from hicache_tier.bench.errors import BenchError
+from hicache_tier_storage.archive import Conversion, export_archive
+
+
+def test_figures(tmp_path):
+    command = [
+        "bench",
+        "archive",
+        "--root",
+        tmp_path,
+        "--size",
+        "1MiB",
+        "--page",
+        "64KiB",
+        "--repeats",
+        "3",
+        "--json",
+    ]
+    only = ["--only", "exports", "--only", "imports", "--only", "codecs", "--only", "memory"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hicache_tier", *command, *only], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    rows = [*found["exports"], *found["imports"]]
+    assert [row["what"].split()[0] for row in rows] == ["export"] * 2 + ["import"] * 5
+    assert all(row["gb_s"] > 0 and row["against_gb_s"] > 0 and row["ratio"] > 0 for row in rows)
+    assert [row["what"].split()[-1] for row in found["codecs"]] == ["fast", "small", "zstd"]
+    assert 1 << 20 < found["memory"]["export_bytes"] < 1 << 30
+    assert not list(tmp_path.iterdir())
+
+
+def test_wrong_bytes_are_noticed(tmp_path, monkeypatch):
+    rig = ArchiveRig(tmp_path, 1 << 20, 64 << 10)
+    export_archive(rig.fill("store", 1), rig.path("archive"))
+    there, back = Conversion.parse(layout="layer_first"), Conversion.parse(layout="page_first")
+    rig.check("archive", there, back)
+    with pytest.raises(BenchError, match="other bytes"):
+        rig.check("archive", there, Conversion.parse(layout="page_head"))
+    monkeypatch.setattr(archive_rig, "_LAYER_NBYTES", 3)
+    with pytest.raises(BenchError, match="multiple"):
+        ArchiveRig(tmp_path, 1 << 20, 64 << 10)
+    rig.close()
+    assert not list(tmp_path.iterdir())
