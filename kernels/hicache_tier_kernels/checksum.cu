@@ -50,6 +50,11 @@ __device__ __forceinline__ void add_stripe(Pair& sum, u64 x, u64 y, u64 first, u
 
 __device__ __forceinline__ u64 scrambled(u64 sum, u64 key) { return (sum ^ (sum >> 47) ^ key) * PRIME32_1; }
 
+__device__ __forceinline__ void add_block(Pair& sum, const ulonglong2& block, const u64* keys) {
+    sum.x = scrambled(sum.x + block.x, keys[0]);
+    sum.y = scrambled(sum.y + block.y, keys[1]);
+}
+
 __device__ __forceinline__ Pair read(u64 address) {
     const ulonglong2 found = *(const ulonglong2*)address;
     return {found.x, found.y};
@@ -101,18 +106,23 @@ extern "C" __global__ void page_sums(
     const u64 keys[2] = {secret(16 + 2 * pair, seed), secret(17 + 2 * pair, seed)};
     Pair sum = {START[2 * pair], START[2 * pair + 1]};
     const ulonglong2* from = sums + (u64)page * blocks * 4 + pair;
-    ulonglong2 coming[AHEAD];
+    u32 block = 0;
+    if (blocks >= AHEAD) {  // without a condition in the chain, whose length is all that counts
+        ulonglong2 coming[AHEAD];
 #pragma unroll
-    for (u32 i = 0; i < AHEAD; ++i) if (i < blocks) coming[i] = from[(u64)i * 4];
-    for (u32 first = 0; first < blocks; first += AHEAD) {
+        for (u32 i = 0; i < AHEAD; ++i) coming[i] = from[(u64)i * 4];
+        for (; block + 2 * AHEAD <= blocks; block += AHEAD) {
 #pragma unroll
-        for (u32 i = 0; i < AHEAD; ++i) {
-            if (first + i >= blocks) break;
-            sum.x = scrambled(sum.x + coming[i].x, keys[0]);
-            sum.y = scrambled(sum.y + coming[i].y, keys[1]);
-            if (first + i + AHEAD < blocks) coming[i] = from[(u64)(first + i + AHEAD) * 4];
+            for (u32 i = 0; i < AHEAD; ++i) {
+                add_block(sum, coming[i], keys);
+                coming[i] = from[(u64)(block + i + AHEAD) * 4];
+            }
         }
+#pragma unroll
+        for (u32 i = 0; i < AHEAD; ++i) add_block(sum, coming[i], keys);
+        block += AHEAD;
     }
+    for (; block < blocks; ++block) add_block(sum, from[(u64)block * 4], keys);
     const u64 last = fragments[(u64)page * fragments_a_page + fragments_a_page - 1];
     const u64 end = last + fragment_nbytes, tail = last + blocks * (u64)BLOCK
                   - (fragments_a_page - 1) * fragment_nbytes;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .cufile_library import facts, gpudirect
+from .cufile_library import facts, why_no_gpudirect
 from .kvikio_package import compat_mode, missing_library, why_no_kvikio
 from .medium import filesystem
 from .nixl_lane import GPU_PLUGINS, QUEUES
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _GOOD = "a small aligned write and read came back equal"
+GPUDIRECT = "GPU memory, GPUDirect"
 _URING_SWITCH = Path("/proc/sys/kernel/io_uring_disabled")
 _AIO_USED, _AIO_LIMIT = Path("/proc/sys/fs/aio-nr"), Path("/proc/sys/fs/aio-max-nr")
 
@@ -59,9 +60,18 @@ def kvikio_host(directory: Path) -> list[Finding]:
     return [_kvikio(Trial("kvikio_host", directory), "host memory")]
 
 
+def kvikio_gpudirect(directory: Path) -> Finding:
+    """Try kvikio with GPU memory where cuFile may not copy through host memory."""
+    why = why_no_kvikio() or why_no_gpudirect(directory)
+    if why:
+        return Finding("kvikio", GPUDIRECT, usable=False, reason=why)
+    (verdict,) = try_all([Trial("kvikio_gpudirect", directory)])
+    return Finding("kvikio", GPUDIRECT, not verdict, verdict or _GOOD)
+
+
 def kvikio_gpu(directory: Path) -> list[Finding]:
-    """Try kvikio with GPU memory."""
-    return [_kvikio(Trial("kvikio_gpu", directory), "GPU memory")]
+    """Try kvikio with GPU memory, without and with cuFile's copies through host memory."""
+    return [kvikio_gpudirect(directory), _kvikio(Trial("kvikio_gpu", directory), "GPU memory")]
 
 
 def _kvikio(trial: Trial, mode: str) -> Finding:
@@ -86,11 +96,9 @@ def device_findings(directory: Path, *, direct: bool = True) -> list[Finding]:
 def chosen_for_devices(findings: Sequence[Finding]) -> Finding | None:
     """Return what `auto` takes for GPU memory: kvikio, where cuFile reaches the disk without the host.
 
-    Where it would copy through host memory itself, staging there by `posix` is as fast.
+    Where it would copy through host memory itself, staging there by `posix` measured faster.
     """
-    if not gpudirect():
-        return None
-    return next((found for found in findings if found.engine == "kvikio" and found.usable), None)
+    return next((found for found in findings if found.mode == GPUDIRECT and found.usable), None)
 
 
 def _with_cause(queue: str, verdict: str) -> str:
@@ -112,7 +120,7 @@ def all_findings(directory: Path, *, direct: bool, refused: str) -> list[Finding
     if refused:
         modes = [("nixl", f"POSIX {queue}") for queue in QUEUES]
         modes += [("nixl", plugin) for plugin in GPU_PLUGINS]
-        modes += [("kvikio", "host memory"), ("kvikio", "GPU memory")]
+        modes += [("kvikio", mode) for mode in ("host memory", GPUDIRECT, "GPU memory")]
         return [Finding(*row, usable=False, reason=refused) for row in modes]
     return [
         *nixl_posix(directory, direct=direct),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from hicache_tier.errors import EngineUnavailableError
 
 from . import accelerators
-from .cufile_library import gpudirect
 from .engine import DeviceEngine
 from .medium import existing_parent
 
@@ -92,18 +91,14 @@ class DeviceEngines:
 
     def _automatic(self, path: Path) -> ByteEngine:
         """Take kvikio where cuFile reaches the disk without the host; else stage there, and say so once."""
-        if not gpudirect():
-            why = "there is no nvidia-fs driver, without which cuFile copies through host memory itself"
-        else:
-            findings = accelerators.device_findings(path)
-            if accelerators.chosen_for_devices(findings) is not None:
-                from .kvikio_engine import KvikioEngine
+        found = accelerators.kvikio_gpudirect(path)
+        if not found.usable:
+            _say_once(f"GPU pages are staged in host memory: {found.mode}: {found.reason}.")
+            return self._engine
+        from .kvikio_engine import KvikioEngine
 
-                self._own = KvikioEngine(direct=True)
-                return self._own
-            why = _reasons(findings)
-        _say_once(f"GPU pages are staged in host memory: {why}.")
-        return self._engine
+        self._own = KvikioEngine(direct=True)
+        return self._own
 
     def _use(self, mode: str) -> None:
         """Let the store's own engine move a device's memory by the mode that was found to work."""

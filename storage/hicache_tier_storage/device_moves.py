@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from concurrent.futures import wait
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from .staging import HALVES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -94,38 +96,49 @@ class Move(ABC):
         """Move all pages; "" or a reason for each."""
         edges = [*range(0, len(self.numbers), self.step), len(self.numbers)]
         steps = list(pairwise(edges))
-        if self.write:
-            self._put(engine, steps)
+        if len(steps) == 1:
+            self._begin(0, *steps[0])
+            self._finish(engine, 0, *steps[0], self.ring.mark())
         else:
-            self._get(engine, steps)
+            self._overlap(engine, steps)
         return self._reasons
 
-    def _put(self, engine: ByteEngine, steps: Sequence[tuple[int, int]]) -> None:
-        filled: deque[torch.cuda.Event | None] = deque()
-        for turn, (start, stop) in enumerate([*steps, (0, 0)]):
-            if stop > start:
-                self.fill(start, stop)
-                self._sum(turn, start, stop)
-                filled.append(self.ring.mark())
-            if turn:
-                self.ring.wait(filled.popleft())
-                self._take_sums(turn - 1, *steps[turn - 1])
-                self._move(engine, *steps[turn - 1])
+    def _overlap(self, engine: ByteEngine, steps: Sequence[tuple[int, int]]) -> None:
+        """Have a step under way for each half: the engine is never idle while a half is filled or emptied."""
+        tasks: deque[Future[None]] = deque()
+        try:
+            for turn, (start, stop) in enumerate(steps):
+                if len(tasks) == HALVES:
+                    tasks.popleft().result()
+                self._begin(turn, start, stop)
+                mark = self.ring.mark()
+                tasks.append(self.ring.start(self._finish, engine, turn, start, stop, mark))
+        finally:
+            wait(tasks)  # nobody touches the ring any more
+        for task in tasks:
+            task.result()
 
-    def _get(self, engine: ByteEngine, steps: Sequence[tuple[int, int]]) -> None:
-        emptied: deque[torch.cuda.Event | None] = deque()
-        for turn, (start, stop) in enumerate(steps):
-            if turn >= HALVES:
-                self.ring.wait(emptied.popleft())
-                self._take_sums(turn - HALVES, *steps[turn - HALVES])
-            self._move(engine, start, stop)
+    def _begin(self, turn: int, start: int, stop: int) -> None:
+        """Enqueue what comes before the engine's part of a step."""
+        if self.write:
+            self.fill(start, stop)
             self._sum(turn, start, stop)
-            for first, last in good_runs(self._reasons, start, stop):
-                self.empty(first, last)
-            emptied.append(self.ring.mark())
-        for turn in range(max(0, len(steps) - HALVES), len(steps)):
-            self.ring.wait(emptied.popleft())
-            self._take_sums(turn, *steps[turn])
+
+    def _finish(
+        self, engine: ByteEngine, turn: int, start: int, stop: int, begun: torch.cuda.Event | None
+    ) -> None:
+        """Do the engine's part of a step, and what comes after it."""
+        self.ring.wait(begun)
+        if self.write:
+            self._take_sums(turn, start, stop)
+            self._move(engine, start, stop)
+            return
+        self._move(engine, start, stop)
+        self._sum(turn, start, stop)
+        for first, last in good_runs(self._reasons, start, stop):
+            self.empty(first, last)
+        self.ring.wait(self.ring.mark())
+        self._take_sums(turn, start, stop)
 
     def _move(self, engine: ByteEngine, start: int, stop: int) -> None:
         """Let the engine move some pages."""
@@ -275,11 +288,6 @@ class FragmentMove(Move):
             shape.stride,
             memory=self.memory,
         )
-
-    def run(self, engine: ByteEngine) -> list[str]:
-        """Move all pages, once the caller's stream is done with them."""
-        self.ring.wait(self.ring.mark())
-        return super().run(engine)
 
     def fill(self, start: int, stop: int) -> None:
         """Nothing to do: the engine takes them from the pool."""

@@ -2,8 +2,8 @@
 
 Pages whose fragments are large and aligned move one by one, straight from where they lie. All others are
 gathered into a ring, in the order of the stored page, and leave it as whole slots; while the engine moves one
-half, the device fills or empties the other. The ring is in the device's memory where the engine moves that,
-and in host memory where it does not.
+half, the device fills or empties the other, so that there is always I/O under way. The ring is in device
+memory where the engine moves that, and in host memory where it does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hicache_tier_kernels.engine import new_event
 
 from .device_moves import FragmentMove, Move, RingMove
 from .slot_map import regions_of, slot_map, whole_fragments
-from .staging import RingKind, StagingError, lent_ring
+from .staging import RingKind, StagingError, lent_ring, on_device
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -117,15 +117,14 @@ class DevicePayload:
 
     def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
         """Move the pages; whatever the device or the engine raises becomes every page's reason."""
-        on_device = bool(getattr(engine, "device_mode", "")) and self.device is not None
-        where = self.pages.rows.device
+        where, device = self.pages.rows.device, self.device
+        user = engine.name if device is not None and getattr(engine, "device_mode", "") else ""
         make: type[Move] = RingMove
-        kind = RingKind.fitting(where, places.shape.stride, on_device=on_device)
-        if self.pages.fragments is not None and (on_device or self.device is None):
-            make, kind = FragmentMove, RingKind.without_memory(where)
-        guard = nullcontext() if self.device is None else torch.cuda.device(self.device)
+        kind = RingKind.fitting(where, places.shape.stride, user, write=write)
+        if self.pages.fragments is not None and (user or device is None):
+            make, kind = FragmentMove, RingKind(where, user, write, 0)
         try:
-            with guard, lent_ring(kind) as ring:
+            with on_device(where), lent_ring(kind) as ring:
                 if ring.stream is not None and self.begin is not None:
                     ring.stream.wait_event(self.begin)
                 move = make(self.pages, self.numbers, ring, places, sums, write=write)

@@ -38,11 +38,14 @@ class DeviceMemory:
     owner : object
         The same from batch to batch, and alive as long as the memory is; engines that register memory do so
         once an owner, and undo it when the owner goes.
+    staging : bool
+        Whether it was made for transfers and for this engine alone, so that it is worth registering.
     """
 
     device: int
     regions: tuple[tuple[int, int], ...]
     owner: object
+    staging: bool = False
 
 
 @dataclass(slots=True)

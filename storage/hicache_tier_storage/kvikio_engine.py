@@ -35,6 +35,7 @@ _HANDLES = 8
 _DEADLINE_S = 60.0
 _MIN_PIECE_NBYTES = 4096
 _TASK_NBYTES = 4 << 20  # kvikio cuts what is longer
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 50e-6, 1e-3
 
 
 class KvikioEngine:
@@ -282,12 +283,12 @@ def _wait(future: Any, nbytes: int, until: float) -> str:  # noqa: ANN401 - of t
     """Wait for one piece; return "", `timeout`, or what went wrong."""
     if isinstance(future, Exception):
         return str(future) or type(future).__name__
-    pause = 50e-6
+    start = now = time.monotonic()
     while not future.done():
-        if time.monotonic() > until:
+        if now > until:
             return "timeout"
-        time.sleep(pause)
-        pause = min(2e-3, 2 * pause)
+        time.sleep(min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, (now - start) / 16)))
+        now = time.monotonic()
     try:
         moved = future.get()
     except Exception as error:  # noqa: BLE001 - the pages are tried once more
@@ -300,7 +301,7 @@ def _register(memory: DeviceMemory) -> list[DeviceBytes]:
 
     Where that fails kvikio moves the memory all the same.
     """
-    if len(memory.regions) > 1:
+    if not memory.staging:
         return []
     try:
         buffer = importlib.import_module("kvikio.buffer")

@@ -3,7 +3,7 @@
 Lanes (agents) for reads and for writes are apart, and each is used by one thread at a time, so that put and
 get never share an agent. What NIXL cannot move well goes by `posix`: memory that O_DIRECT does not take,
 pages in many small pieces (it has no vectored I/O), and the pages of a transfer that failed, one by one, for
-a verdict on each. Pages in GPU memory that failed are tried one by one through NIXL.
+a verdict on each.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
 
 from .descriptors import MAX_DESCRIPTORS, describe, file_groups, good_runs, hull, parts
+from .nixl_device import DeviceMove
 from .nixl_lane import QUEUES, LaneError, LaneTimeoutError, NixlLane, gpu_plugin, posix_plugin
 from .nixl_package import nixl_module
 from .posix import PosixEngine, default_threads, open_reason
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .engine import PageBatch
-    from .nixl_lane import Plugin
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class NixlEngine:
         self._deadline_s = deadline_s
         self._min_piece_nbytes = min_piece_nbytes
         self._lock = threading.Lock()
-        self._idle: dict[tuple[Plugin, bool], list[NixlLane]] = {}  # by "for writing"
+        self._idle: dict[bool, list[NixlLane]] = {True: [], False: []}  # by "for writing"
         self._lanes: weakref.WeakSet[NixlLane] = weakref.WeakSet()
         self._closed = ""
         self.device_mode = ""
@@ -119,7 +119,7 @@ class NixlEngine:
         with self._lock:
             self._closed = self._closed or "the engine is closed"
             lanes = [lane for idle in self._idle.values() for lane in idle]
-            self._idle = {}
+            self._idle = {True: [], False: []}
         self._pool.shutdown(wait=False, cancel_futures=True)
         for lane in lanes:
             lane.close()
@@ -127,14 +127,14 @@ class NixlEngine:
 
     # -- lanes -----------------------------------------------------------------------------------------
 
-    def take_lane(self, plugin: Plugin, *, write: bool) -> NixlLane:
+    def take_lane(self, *, write: bool) -> NixlLane:
         """Lend a lane to the calling thread."""
         with self._lock:
-            idle = self._idle.get((plugin, write))
+            idle = self._idle[write]
             if idle:
                 return idle.pop()
         try:
-            lane = NixlLane(plugin, self._deadline_s)
+            lane = NixlLane(self._posix, self._deadline_s)
         except Exception as error:
             raise LaneError(f"no agent: {error}") from error
         self._lanes.add(lane)
@@ -143,10 +143,9 @@ class NixlEngine:
     def return_lane(self, lane: NixlLane, *, write: bool) -> None:
         """Take a lane back; one that cannot be used any more, or is one too many, is closed."""
         with self._lock:
-            idle = self._idle.setdefault((lane.plugin, write), [])
-            keep = lane.usable and not self._closed and len(idle) < self._threads
+            keep = lane.usable and not self._closed and len(self._idle[write]) < self._threads
             if keep:
-                idle.append(lane)
+                self._idle[write].append(lane)
         if not keep:
             lane.close()
 
@@ -156,7 +155,7 @@ class NixlEngine:
         self._lock = threading.Lock()
         for lane in list(self._lanes):
             lane.leak()
-        self._idle = {}
+        self._idle = {True: [], False: []}
 
     # -- moving ----------------------------------------------------------------------------------------
 
@@ -166,20 +165,17 @@ class NixlEngine:
             return [f"engine_error: {self._closed}"] * count
         if not count:
             return []
-        plugin, lanes = self._posix, self._threads
         if batch.memory is not None:
-            if not self.device_mode:
-                return ["engine_error: no plug-in for GPU memory was found to work"] * count
-            plugin, lanes = gpu_plugin(self.device_mode), 1  # which has threads of its own
-        elif not self._suits(batch):
+            return self._move_device(batch, write=write)
+        if not self._suits(batch):
             return self._plain.write(batch) if write else self._plain.read(batch)
-        move = _Move(self, batch, plugin, write=write)
+        move = _Move(self, batch, write=write)
         for first, last in file_groups(batch.files, _FILES_AT_ONCE):
             with ExitStack() as opened:
                 move.open(first, last, opened, direct=self._plain.mode == "direct")
-                cut = list(parts(batch, first, last, lanes))
+                cut = list(parts(batch, first, last, self._threads))
                 work = iter(cut)
-                helpers = min(lanes, len(cut)) - 1
+                helpers = min(self._threads, len(cut)) - 1
                 futures = [self._pool.submit(move.work, work) for _ in range(helpers)]
                 try:
                     move.work(work)
@@ -187,13 +183,21 @@ class NixlEngine:
                     wait(futures)  # each wait inside has a deadline
                 for future in futures:
                     future.result()
-                if batch.memory is not None:
-                    self.retried_pages += move.again()
         if move.failed:
             self.retried_pages += len(move.failed)
             _LOG.info("%d pages of a NIXL transfer are tried one by one", len(move.failed))
             retry(self._plain, batch, sorted(move.failed), move.verdicts, write=write)
         return move.verdicts
+
+    def _move_device(self, batch: PageBatch, *, write: bool) -> list[str]:
+        """Move pages in GPU memory; the plug-in has threads of its own."""
+        if not self.device_mode:
+            return ["engine_error: no plug-in for GPU memory was found to work"] * len(batch)
+        plugin, direct = gpu_plugin(self.device_mode), self._plain.mode == "direct"
+        move = DeviceMove(batch, plugin, self._deadline_s, direct=direct, write=write)
+        verdicts = move.run()
+        self.retried_pages += move.retried
+        return verdicts
 
     def _suits(self, batch: PageBatch) -> bool:
         """Whether NIXL moves this memory as it is, and well."""
@@ -209,8 +213,8 @@ class NixlEngine:
 class _Move:
     """One batch on its way."""
 
-    def __init__(self, engine: NixlEngine, batch: PageBatch, plugin: Plugin, *, write: bool) -> None:
-        self._engine, self._batch, self._plugin, self._write = engine, batch, plugin, write
+    def __init__(self, engine: NixlEngine, batch: PageBatch, *, write: bool) -> None:
+        self._engine, self._batch, self._write = engine, batch, write
         self._low, self._high = hull(batch)
         self._fds: dict[StoreFile, int] = {}
         self.verdicts = [""] * len(batch)
@@ -233,14 +237,17 @@ class _Move:
 
     def work(self, cut: Iterator[tuple[int, int]]) -> None:
         """Move parts until there are no more; several threads share the iterator."""
+        lane = None
         hook = self._batch.hook
-        with _Lent(self._engine, self._plugin, write=self._write) as lent:
+        try:
             for first, last in cut:
                 for start, stop in good_runs(self.verdicts, first, last):
                     if self._write and hook:
                         hook(start, stop)
                     try:
-                        self._transfer(lent.lane(), start, stop)
+                        if lane is None or not lane.usable:
+                            lane = self._engine.take_lane(write=self._write)
+                        self._transfer(lane, start, stop)
                     except LaneTimeoutError as late:
                         self.verdicts[start:stop] = [f"timeout: {late}"] * (stop - start)
                     except LaneError as error:
@@ -249,59 +256,16 @@ class _Move:
                     else:
                         if not self._write and hook:
                             hook(start, stop)
-
-    def again(self) -> int:
-        """Move pages whose transfer failed one by one, for a verdict on each; return how many they were."""
-        pages, self.failed = sorted(self.failed), set()
-        hook = self._batch.hook
-        with _Lent(self._engine, self._plugin, write=self._write) as lent:
-            for page in pages:
-                try:
-                    self._transfer(lent.lane(), page, page + 1)
-                except LaneTimeoutError as late:
-                    self.verdicts[page] = f"timeout: {late}"
-                except LaneError as error:
-                    self.verdicts[page] = f"io_error: {error}"
-                else:
-                    if not self._write and hook:
-                        hook(page, page + 1)
-        return len(pages)
+        finally:
+            if lane is not None:
+                self._engine.return_lane(lane, write=self._write)
 
     def _transfer(self, lane: NixlLane, first: int, last: int) -> None:
         files = self._batch.files[first:last]
         fds = [self._fds[file] for file in files]
-        if self._batch.memory is None:
-            lane.cover(self._low, self._high)
-        else:
-            lane.cover_device(self._batch.memory)
+        lane.cover(self._low, self._high)
         lengths = {self._fds[file]: file.nbytes for file in set(files)}
         lane.transfer(describe(self._batch, first, last, fds), lengths, write=self._write)
-
-
-class _Lent:
-    """A lane for the length of a block, another where it breaks."""
-
-    def __init__(self, engine: NixlEngine, plugin: Plugin, *, write: bool) -> None:
-        self._engine, self._plugin, self._write = engine, plugin, write
-        self._lane: NixlLane | None = None
-
-    def lane(self) -> NixlLane:
-        """Return a lane that can be used; raises `LaneError` where none can be made."""
-        if self._lane is None or not self._lane.usable:
-            self._give_back()
-            self._lane = self._engine.take_lane(self._plugin, write=self._write)
-        return self._lane
-
-    def _give_back(self) -> None:
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            self._engine.return_lane(lane, write=self._write)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._give_back()
 
 
 def _leak_in_child() -> None:

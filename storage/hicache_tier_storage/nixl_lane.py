@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +71,7 @@ class LaneTimeoutError(Exception):
 
 
 class NixlLane:
-    """An agent of its own with one plug-in. Not thread-safe.
+    """An agent of its own with one plug-in. Transfers of several threads take turns at its calls.
 
     Parameters
     ----------
@@ -90,6 +91,7 @@ class NixlLane:
         self._agent = nixl.nixl_agent(self._name, settings)
         self._agent.create_backend(plugin.name, dict(plugin.parameters))
         self._backends = [plugin.name]
+        self._turn = threading.Lock()
         self._regions = Registrations(self._register, self._deregister)
         self._memory: Any = None
         self._low = self._high = 0
@@ -134,7 +136,8 @@ class NixlLane:
 
     def _register(self, memory: DeviceMemory) -> Any:  # noqa: ANN401 - of the package
         rows = [(address, nbytes, memory.device, "") for address, nbytes in memory.regions]
-        return self._agent.register_memory(rows, self.plugin.memory, self._backends)
+        with self._turn:
+            return self._agent.register_memory(rows, self.plugin.memory, self._backends)
 
     def _deregister(self, registered: object) -> None:
         self._agent.deregister_memory(registered, self._backends)
@@ -159,14 +162,15 @@ class NixlLane:
         registered = handle = None
         try:
             rows = [(0, nbytes, fd, "") for fd, nbytes in files.items()]
-            registered = agent.register_memory(rows, "FILE", self._backends)
-            handle = agent.initialize_xfer(
-                "WRITE" if write else "READ",
-                agent.get_xfer_descs(pieces.memory, self.plugin.memory),
-                agent.get_xfer_descs(pieces.files, "FILE"),
-                self._name,
-                backends=self._backends,
-            )
+            with self._turn:
+                registered = agent.register_memory(rows, "FILE", self._backends)
+                handle = agent.initialize_xfer(
+                    "WRITE" if write else "READ",
+                    agent.get_xfer_descs(pieces.memory, self.plugin.memory),
+                    agent.get_xfer_descs(pieces.files, "FILE"),
+                    self._name,
+                    backends=self._backends,
+                )
             self._post_and_wait(handle, len(pieces.memory))
         except LaneError:
             raise
@@ -176,18 +180,20 @@ class NixlLane:
             self.leak()
             raise
         except Exception as error:
-            self.usable = False  # what its queue holds is not known, but nothing of it was handed on
+            # Nothing was handed on; but what a queue of the POSIX plug-in holds is not known any more.
+            self.usable = self.usable and not self.plugin.submits_when_asked
             raise LaneError(f"{type(error).__name__}: {error}") from error
         finally:
             if handle is not None:
                 self._give_back(handle.release)
             if registered is not None:
-                self._give_back(lambda: agent.deregister_memory(registered, self._backends))
+                self._give_back(partial(agent.deregister_memory, registered, self._backends))
 
     def _post_and_wait(self, handle: object, pieces: int) -> None:
         agent = self._agent
         start = time.monotonic()
-        state = agent.transfer(handle)
+        with self._turn:
+            state = agent.transfer(handle)
         # Ask at once until all is with the kernel, then leave the processor to others.
         asked = min(pieces, _KERNEL_QUEUE) if self.plugin.submits_when_asked else 0
         busy = -(-asked // _SUBMITTED_A_POLL)
@@ -202,7 +208,8 @@ class NixlLane:
                     raise LaneTimeoutError(f"no end after {self._deadline_s:.0f} s")
                 pause = min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, spent / 8))
             try:
-                state = agent.check_xfer_state(handle)
+                with self._turn:
+                    state = agent.check_xfer_state(handle)
             except Exception as error:  # the plug-in says so once all its I/O has come back
                 raise LaneError(str(error)) from error
         if state != "DONE":
@@ -210,7 +217,8 @@ class NixlLane:
 
     def _give_back(self, release: Any) -> None:  # noqa: ANN401 - a callable of the package
         try:
-            release()
+            with self._turn:
+                release()
         except Exception:  # noqa: BLE001 - nothing in the package names what it raises
             self.usable = False
             _LOG.warning("NIXL did not take a handle back", exc_info=True)

@@ -39,7 +39,9 @@ class Registrations(Generic[Token]):
             if key in self._known:
                 return
             token = self._register(memory)
-            self._known[key] = (token, weakref.finalize(memory.owner, self._drop, key))
+            end = weakref.finalize(memory.owner, self._drop, key)
+            end.atexit = False  # the process gives all back by itself
+            self._known[key] = (token, end)
 
     def close(self) -> None:
         """Undo all."""

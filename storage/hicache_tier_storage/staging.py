@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,9 @@ from .slab import SLOT_ALIGNMENT
 from .slot_map import slot_map
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+    from contextlib import AbstractContextManager
 
     from hicache_tier.geometry import KVGeometry
     from hicache_tier.layout import Layout
@@ -51,24 +54,25 @@ class RingKind:
     ----------
     pool : torch.device
         Where pages come from or go to.
-    on_device : bool
-        Whether the ring is there too, or in host memory (pinned where the pool is on a CUDA device).
+    user : str
+        The kind of engine that moves the ring's own memory on that device; "" for a ring in host memory,
+        pinned where the pool is on a CUDA device. cuFile registers memory once a process, so kinds of
+        engines do not share it.
+    write : bool
+        Whether pages go to slots: engines keep reads and writes apart.
     half_nbytes : int
+        0 where nothing is staged, and the stream is all that is needed.
     """
 
     pool: torch.device
-    on_device: bool
+    user: str
+    write: bool
     half_nbytes: int
 
     @classmethod
-    def fitting(cls, pool: torch.device, stride: int, *, on_device: bool) -> RingKind:
+    def fitting(cls, pool: torch.device, stride: int, user: str, *, write: bool) -> RingKind:
         """Return the kind of ring for slots of `stride` bytes: one slot a half at least."""
-        return cls(pool, on_device, max(HALF_NBYTES, stride))
-
-    @classmethod
-    def without_memory(cls, pool: torch.device) -> RingKind:
-        """Return the kind of ring for pages that are not staged: its stream is all that is needed."""
-        return cls(pool, on_device=True, half_nbytes=0)
+        return cls(pool, user, write, max(HALF_NBYTES, stride))
 
 
 class Ring:
@@ -97,15 +101,18 @@ class Ring:
         raw = torch.empty(
             total + SLOT_ALIGNMENT,
             dtype=torch.uint8,
-            device=kind.pool if kind.on_device else "cpu",
-            pin_memory=cuda and not kind.on_device,
+            device=kind.pool if kind.user else "cpu",
+            pin_memory=cuda and not kind.user and total > 0,
         )
         skew = -raw.data_ptr() % SLOT_ALIGNMENT
         self._bytes = raw[skew : skew + total]
         self.address = self._bytes.data_ptr()
         self.stream = new_stream(kind.pool, priority=-1) if cuda else None
         region = ((self.address, total),)
-        self.memory = DeviceMemory(kind.pool.index or 0, region, self) if cuda and kind.on_device else None
+        self.memory = None
+        if cuda and kind.user:
+            self.memory = DeviceMemory(kind.pool.index or 0, region, self, staging=True)
+        self._workers: ThreadPoolExecutor | None = None
         self._maps: dict[tuple[KVGeometry, str, int], RowMap] = {}
         self._summers: dict[tuple[int, int, int], tuple[int, Summer]] = {}
         if cuda:
@@ -162,6 +169,16 @@ class Ring:
         with torch.cuda.stream(self.stream):
             gaps.zero_()
 
+    def start(self, work: Callable[..., None], *arguments: object) -> Future[None]:
+        """Let a thread of the ring's own do something, one a half at most."""
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(HALVES, thread_name_prefix="hct-ring")
+        return self._workers.submit(self._run, work, *arguments)
+
+    def _run(self, work: Callable[..., None], *arguments: object) -> None:
+        with on_device(self.kind.pool):
+            work(*arguments)
+
     def mark(self) -> torch.cuda.Event | None:
         """Return what tells when all that was enqueued so far is done."""
         if self.stream is None:
@@ -184,6 +201,11 @@ class Ring:
             if spent > _SPIN_S:
                 time.sleep(_PAUSE_S)
         self.waited_s += spent
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one for a block; nothing for the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _Rings:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .cufile_library import preload_cufile
+from .cufile_library import forbid_compatibility, preload_cufile
 from .descriptors import Descriptors
 from .device_bytes import DeviceBytes
 from .engine import DeviceMemory
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _NBYTES = 4096
+_PIECES = 16  # in one transfer: plug-ins that never end may still move one
+_GPU_NBYTES = _PIECES * _NBYTES
 _PAGE = np.zeros(1, np.int64)
 _DEADLINE_S = 5.0
 GOOD = "a small aligned write and read came back equal"
@@ -78,11 +80,24 @@ def nixl_gpu(directory: Path, plugin: str, *, direct: bool) -> str:
         lane = NixlLane(gpu_plugin(plugin), _DEADLINE_S)
         fd = os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
         lane.cover_device(memory)
-        files = np.array([[0, _NBYTES, fd]], np.uint64)
+        at, size = np.arange(0, _GPU_NBYTES, _NBYTES, dtype=np.uint64), np.full(_PIECES, _NBYTES, np.uint64)
+        files = np.stack([at, size, np.full(_PIECES, fd, np.uint64)], axis=1)
         for address, write in ((source, True), (target, False)):
-            rows = np.array([[address, _NBYTES, memory.device]], np.uint64)
-            lane.transfer(Descriptors(rows, files, _PAGE), {fd: _NBYTES}, write=write)
+            place = np.full(_PIECES, memory.device, np.uint64)
+            rows = np.stack([at + np.uint64(address), size, place], axis=1)
+            pieces = Descriptors(rows, files, np.arange(_PIECES))
+            lane.transfer(pieces, {fd: _GPU_NBYTES}, write=write)
         return _compared(memory)
+
+
+def kvikio_gpudirect(directory: Path) -> str:
+    """Try kvikio with GPU memory where cuFile may not copy through host memory; return "" or why not."""
+    why = forbid_compatibility()
+    if why:
+        return why
+    kvikio = kvikio_module()
+    kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF)
+    return kvikio_gpu(directory)
 
 
 def kvikio_gpu(directory: Path) -> str:
@@ -90,8 +105,8 @@ def kvikio_gpu(directory: Path) -> str:
     kvikio = kvikio_module()
     with _device_pages() as (memory, source, target), _named_file(directory) as path:
         with kvikio.CuFile(path, "r+") as file:
-            file.write(DeviceBytes(source, _NBYTES))
-            file.read(DeviceBytes(target, _NBYTES))
+            file.write(DeviceBytes(source, _GPU_NBYTES))
+            file.read(DeviceBytes(target, _GPU_NBYTES))
         return _compared(memory)
 
 
@@ -101,7 +116,7 @@ def _named_file(directory: Path) -> Iterator[Path]:
     path = directory / f".hct-probe-{os.getpid()}"
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        os.posix_fallocate(fd, 0, _NBYTES)
+        os.posix_fallocate(fd, 0, _GPU_NBYTES)
         yield path
     finally:
         os.close(fd)
@@ -110,18 +125,18 @@ def _named_file(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _device_pages() -> Iterator[tuple[DeviceMemory, int, int]]:
-    """Make two pages on the first device, the first of random bytes; yield them and their addresses."""
+    """Make two stretches on the first device, the first random; yield them and their addresses."""
     import torch
 
     if not torch.cuda.is_available():
         raise RuntimeError("no CUDA device")
-    raw = torch.zeros(3 * _NBYTES, dtype=torch.uint8, device="cuda:0")
+    raw = torch.zeros(2 * _GPU_NBYTES + _NBYTES, dtype=torch.uint8, device="cuda:0")
     skew = -raw.data_ptr() % _NBYTES
-    pages = raw[skew : skew + 2 * _NBYTES].view(2, _NBYTES)
-    pages[0] = torch.randint(0, 256, (_NBYTES,), dtype=torch.uint8)
+    pages = raw[skew : skew + 2 * _GPU_NBYTES].view(2, _GPU_NBYTES)
+    pages[0] = torch.randint(0, 256, (_GPU_NBYTES,), dtype=torch.uint8)
     torch.cuda.synchronize()
     address = pages.data_ptr()
-    yield DeviceMemory(0, ((address, 2 * _NBYTES),), pages), address, address + _NBYTES
+    yield DeviceMemory(0, ((address, 2 * _GPU_NBYTES),), pages), address, address + _GPU_NBYTES
 
 
 def _compared(memory: DeviceMemory) -> str:
@@ -134,6 +149,7 @@ _TRIALS: dict[str, Callable[..., str]] = {
     "nixl_gpu": nixl_gpu,
     "kvikio_host": kvikio_host,
     "kvikio_gpu": kvikio_gpu,
+    "kvikio_gpudirect": kvikio_gpudirect,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -23,16 +24,18 @@ def plain():
 
 @pytest.fixture
 def found(monkeypatch):
-    """What the probe finds, and whether cuFile reaches the disk by itself."""
-    state = SimpleNamespace(findings=[], gpudirect="nvidia-fs", tries=0)
+    """What the probe finds."""
+    state = SimpleNamespace(findings=[], gpudirect="no such driver", tries=0)
 
     def findings(*_, **__):
         state.tries += 1
         return state.findings
 
     monkeypatch.setattr(accelerators, "device_findings", findings)
-    for module in (accelerators, device_choice):
-        monkeypatch.setattr(module, "gpudirect", lambda: state.gpudirect)
+    direct = accelerators.GPUDIRECT
+    monkeypatch.setattr(
+        accelerators, "kvikio_gpudirect", lambda _: finding("kvikio", direct, state.gpudirect)
+    )
     device_choice._say_once.cache_clear()
     return state
 
@@ -66,19 +69,12 @@ def test_insisted_on(tmp_path, plain, found, asked):
 
 
 def test_auto_says_once_why_it_stages_in_host_memory(tmp_path, plain, found, caplog):
-    found.findings = [finding("kvikio", "GPU memory")]
-    found.gpudirect = ""
+    found.findings = [finding("kvikio", "GPU memory"), finding("nixl", "GDS_MT")]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert DeviceEngines(tmp_path, "auto", plain).get() is plain
-    assert caplog.text.count("staged in host memory: there is no nvidia-fs driver") == 1
+    assert caplog.text.count("staged in host memory: GPU memory, GPUDirect: no such driver") == 1
     assert found.tries == 0
-
-
-def test_auto_where_kvikio_does_not_work(tmp_path, plain, found, caplog):
-    found.findings = [finding("kvikio", "GPU memory", "no udev"), finding("nixl", "GDS_MT")]
-    assert DeviceEngines(tmp_path, "auto", plain).get() is plain
-    assert "kvikio GPU memory: no udev" in caplog.text
 
 
 def test_auto_takes_kvikio_and_closes_it(tmp_path, plain, found, monkeypatch):
@@ -92,7 +88,7 @@ def test_auto_takes_kvikio_and_closes_it(tmp_path, plain, found, monkeypatch):
         close=lambda: closed.append(1),
     )
     monkeypatch.setattr(kvikio_engine, "KvikioEngine", lambda **_: own)
-    found.findings = [finding("kvikio", "GPU memory")]
+    found.gpudirect = ""
     engines = DeviceEngines(tmp_path, "auto", plain)
     assert engines.get() is own
     assert engines.mode == "kvikio GPU memory, compat mode OFF"
@@ -103,19 +99,34 @@ def test_auto_takes_kvikio_and_closes_it(tmp_path, plain, found, monkeypatch):
 def test_facts_of_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(cufile_library, "_NVIDIA_FS", tmp_path / "nvidia-fs")
     monkeypatch.setattr(cufile_library, "_UDEV", tmp_path / "udev")
-    assert not cufile_library.gpudirect()
+    monkeypatch.setattr(cufile_library, "_BLOCK_DEVICES", tmp_path / "block")
     assert [said.partition(":")[0] for said in cufile_library.facts()] == [
         "no nvidia-fs driver",
         "no /run/udev",
     ]
+    assert "not on an NVMe drive" in cufile_library.why_no_gpudirect(tmp_path)
+    number = tmp_path.stat().st_dev
+    slaves = tmp_path / "block" / f"{os.major(number)}:{os.minor(number)}" / "slaves"
+    (slaves / "nvme0n1p2").mkdir(parents=True)
+    assert cufile_library.why_no_gpudirect(tmp_path) == ""
+    (slaves / "nvme0n1p2").rename(slaves / "sda2")
+    assert cufile_library.why_no_gpudirect(tmp_path)
     (tmp_path / "udev").mkdir()
     (tmp_path / "nvidia-fs").mkdir()
-    assert cufile_library.gpudirect() == "nvidia-fs"
+    assert cufile_library.why_no_gpudirect(tmp_path) == ""
     assert cufile_library.facts() == []
 
 
 def test_a_library_that_is_not_there(monkeypatch):
     monkeypatch.setattr(cufile_library, "NAME", "libcufile-of-nobody.so.0")
     cufile_library.preload_cufile.cache_clear()
-    assert "install nvidia-cufile" in cufile_library.preload_cufile()
+    for call in (cufile_library.preload_cufile, cufile_library.forbid_compatibility):
+        assert "install nvidia-cufile" in call()
     cufile_library.preload_cufile.cache_clear()
+
+
+def test_which_row_of_the_probe_is_chosen_for_gpu_memory():
+    rows = [finding("kvikio", accelerators.GPUDIRECT, "no"), finding("kvikio", "GPU memory, compat mode ON")]
+    assert accelerators.chosen_for_devices(rows) is None
+    rows[0] = finding("kvikio", accelerators.GPUDIRECT)
+    assert accelerators.chosen_for_devices(rows) is rows[0]

@@ -6,6 +6,7 @@ Everything but the kernels runs here on pools in the CPU's memory; `test_device_
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -205,13 +206,11 @@ def test_whole_slots_leave_the_ring_and_gaps_hold_nothing_of_other_pages(rig):
 
 
 def test_an_engine_that_raises_or_refuses_costs_its_pages_only(rig, monkeypatch):
-    turns = iter([None, RuntimeError("boom"), OSError(28, "no space"), None])
-
     def write(batch):
-        trouble = next(turns)
-        if isinstance(trouble, RuntimeError):
-            raise trouble
-        return ["disk_full"] * len(batch) if trouble else rig.engine.inner.write(batch)
+        turn = int(batch.offsets[0]) // (2 * 8192)
+        if turn == 1:
+            raise RuntimeError("boom")
+        return ["disk_full"] * len(batch) if turn == 2 else rig.engine.inner.write(batch)
 
     monkeypatch.setattr(rig.engine, "write", write)
     status = rig.store.put(rig.keys, rig.device, range(8))
@@ -261,12 +260,15 @@ def test_a_ring_with_bytes_under_way_is_never_lent_again(rig, monkeypatch, verb)
         if not hung:
             hung.append(batch.addresses)
             return ["timeout: no end after 60 s"] * len(batch)
+        time.sleep(0.05)
         return rig.engine.inner.write(batch) if verb == "put" else rig.engine.inner.read(batch)
 
     monkeypatch.setattr(rig.engine, "write" if verb == "put" else "read", late)
     call = getattr(rig.store, verb)
-    status = call(rig.keys, rig.device, range(8))
-    assert reasons(status) == ["timeout"] * 2 + ["not_tried"] * 6
+    found = reasons(call(rig.keys, rig.device, range(8)))
+    assert sorted(found)[-2:] == ["timeout"] * 2
+    assert "not_tried" in found
+    assert set(found) <= {"timeout", "not_tried", "stored", "loaded"}  # what was under way beside it
     before = len(rig.engine.batches)
     monkeypatch.undo()
     assert all(call(rig.keys, rig.device, range(8)))
