@@ -18,6 +18,7 @@ import torch
 from hicache_tier_kernels.engine import new_event
 
 from .device_moves import FragmentMove, Move, RingMove
+from .engine import DeviceEngine
 from .slot_map import regions_of, slot_map, whole_fragments
 from .staging import RingKind, StagingError, lent_ring, on_device
 
@@ -118,7 +119,8 @@ class DevicePayload:
     def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
         """Move the pages; whatever the device or the engine raises becomes every page's reason."""
         where, device = self.pages.rows.device, self.device
-        user = engine.name if device is not None and getattr(engine, "device_mode", "") else ""
+        takes_device = isinstance(engine, DeviceEngine) and bool(engine.device_mode)
+        user = engine.name if device is not None and takes_device else ""
         make: type[Move] = RingMove
         kind = RingKind.fitting(where, places.shape.stride, user, write=write)
         if self.pages.fragments is not None and (user or device is None):
