@@ -120,7 +120,7 @@ class DeviceBench:
         waits: list[float] = []
         put = [
             Contestant("bare", rig.settled(bare.write, bare.paths)),
-            Contestant("host", rig.settled(self._put_by_host, bare.paths), self._clear),
+            Contestant("host", rig.settled(self._put_by_host, bare.paths), self._clear_host),
             Contestant("device", _watched(rig.settled(self._put, bare.paths), waits), self._ready),
         ]
         get = [
@@ -163,12 +163,11 @@ class DeviceBench:
         target = self._pages if into is None else into
         self._all(self._store, lambda keys, at: self._store.get(keys, self._device, target[at]))
 
-    def _clear(self) -> None:
-        self._store.clear()
+    def _clear_host(self) -> None:
         self._host_store.clear()
 
     def _ready(self) -> None:
-        self._clear()
+        self._store.clear()
         self._use_threads()
 
     def _ready_to_read(self) -> None:

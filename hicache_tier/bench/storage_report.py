@@ -44,6 +44,9 @@ def sheets(result: dict[str, Any]) -> list[Sheet]:
     found = [_rows(result["rows"], result["host"])] if result["rows"] else []
     if result["peers"]:
         found.append(_peers(result["peers"]))
+    of_devices = [row for row in result["rows"] if "device_mode" in row]
+    if of_devices:
+        found.append(_devices(of_devices))
     return found
 
 
@@ -117,6 +120,30 @@ def _peers(rows: Sequence[dict[str, Any]]) -> Sheet:
                 f"{row['gb_s']:.2f}",
                 f"{row['peer_gb_s']:.2f}",
                 f"{row['ratio_to_peer']:.2f}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _devices(rows: Sequence[dict[str, Any]]) -> Sheet:
+    return Sheet(
+        "From GPU memory, in turn with the way by a pinned host pool and with kvikio on one large file",
+        (
+            *("engine", ">page", "mode", "page cache", "checksums", "direction"),
+            *(">GB/s", ">of host's way", ">of one file", ">staging", ">us/page, no I/O", "how"),
+        ),
+        [
+            (
+                row["engine"],
+                *_shape(row),
+                row["direction"],
+                f"{row['gb_s']:.2f}",
+                f"{row['ratio_to_host_route']:.2f}",
+                f"{row['ratio_to_one_file']:.2f}" if row["ratio_to_one_file"] else "",
+                f"{100 * row['staging_share']:.1f} %",
+                f"{row['submit_us_per_page']:.1f}",
+                row["device_mode"],
             )
             for row in rows
         ],
