@@ -26,8 +26,8 @@ from .status import ABSENT, CHANGED, CHECKSUM, LOADED, PageStatus, failed
 from .writer import WriterPartition
 
 _ATTEMPTS = 3
-_LOOKS = 4
-_LOOK_S = 0.0002
+_LOOKS_S = (0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128)
+"""How long to wait for who publishes a record: he may have lost his processor in the midst of it."""
 _CONSTANT = slice(GENERATION_WORD + 1, SEQUENCE_WORD + 1)  # words that tell one commit from another
 
 if TYPE_CHECKING:
@@ -281,10 +281,10 @@ class Getter:
             with self._core.lock:  # access times and pins are published under it
                 return partition.tables.gather(slots)
         words = partition.tables.gather(slots)
-        for _ in range(_LOOKS):
+        for wait_s in _LOOKS_S:
             if not (words[:, GENERATION_WORD] & 1).any():
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(wait_s)
             words = partition.tables.gather(slots)
         return words
 
