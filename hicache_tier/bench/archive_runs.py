@@ -65,6 +65,8 @@ class ArchiveBench:
             for shard in sorted(rig.path("archive-one").rglob("pages/c.*")):
                 file.write(shard.read_bytes())
             file.truncate(rig.nbytes)
+            file.flush()
+            os.fsync(file.fileno())
 
     # -- exports ---------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def snapshot(core: Core, reader: Reader, writer: Writer) -> dict[str, Any]:
         with the store); `locks` held. `queues`: pages that wait or are with the store. `lanes`: by
         direction, threads, calls in flight, late ones among them, and the breaker. The rest are sums since
         the tier was made, in pages, bytes, seconds or calls, many by reason: `matches`, `misses`, `inserts`,
-        `backup`, `load`, `prefetch`, `reads`, `writes`, `lookups`, `evictions`.
+        `backup`, `load`, `prefetch`, `reads`, `writes`, `lookups`, `evictions`, `warming`.
     """
     with core.held():
         total, free = core.host.num_pages, core.host.free_pages

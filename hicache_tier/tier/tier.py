@@ -20,12 +20,15 @@ from .reader import Reader
 from .room import Room
 from .shutdown import CloseReport, Shutdown
 from .snapshot import snapshot
+from .warming import Warming
 from .writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from hicache_tier.device_pool import DevicePool
+    from hicache_tier_storage.archive import Archive
 
     from .store import StoreLike
 
@@ -110,6 +113,7 @@ class Tier:
         room = Room(self._core, self._writer)
         self._reader.room = room.take
         self._copies = Copies(self._core, room, self._reader, self._writer)
+        self._warming = Warming(self._core, self._writer)
         self._shutdown = Shutdown(self._core, self._reader, self._writer)
 
     def match(self, keys: Iterable[bytes | str]) -> Match:
@@ -213,6 +217,33 @@ class Tier:
             if complete or refusal:
                 handle.end(refusal)
         return handle
+
+    def warm(
+        self, archive: str | Path | Archive, *, kv_heads: int | None = None, allow_lossy: bool = False
+    ) -> int:
+        """Fill free host pages with pages of an archive, those used last first; return how many.
+
+        For a server that starts: it reads in the caller's thread and evicts nothing. Pages are those of the
+        store's own model, adapter, tenant and rank, each checked; another layout, page size, number of ranks
+        or dtype is converted where that can be done. What the policy wants in the store goes there.
+
+        Parameters
+        ----------
+        archive : path, str or Archive
+            A folder, a `.zip`, or the URL of an object store.
+        kv_heads : int, optional
+            KV heads of the model, where ranks of the archive hold copies of a head.
+        allow_lossy : bool
+            Take pages whose values must be rounded.
+
+        Raises
+        ------
+        ArchiveError
+            Where it is no archive, or has nothing for this tier. Nothing was touched.
+        InvalidArgumentError
+            Where the store does not tell its identity.
+        """
+        return self._warming.warm(archive, kv_heads=kv_heads, allow_lossy=allow_lossy)
 
     def lock(self, keys: Iterable[bytes | str]) -> PageLock:
         """Keep the leading pages that are in the host tier from being evicted, until released.

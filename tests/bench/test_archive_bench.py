@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,17 @@ from hicache_tier.bench import archive_rig
 from hicache_tier.bench.archive_rig import ArchiveRig
 from hicache_tier.bench.errors import BenchError
 from hicache_tier_storage.archive import Conversion, export_archive
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """A folder in memory where there is one: what is timed here means nothing anyway."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="hct-test-", dir=shm) as path:
+        yield Path(path)
 
 
 def test_figures(tmp_path):
@@ -28,15 +42,14 @@ def test_figures(tmp_path):
         "3",
         "--json",
     ]
-    only = ["--only", "exports", "--only", "imports", "--only", "codecs", "--only", "memory"]
+    only = ["--only", "exports", "--only", "imports", "--only", "memory"]
     done = subprocess.run(
         [sys.executable, "-m", "hicache_tier", *command, *only], capture_output=True, text=True, check=True
     )
     found = json.loads(done.stdout)
     rows = [*found["exports"], *found["imports"]]
-    assert [row["what"].split()[0] for row in rows] == ["export"] * 2 + ["import"] * 5
+    assert [row["what"].split()[0].rstrip(",") for row in rows] == ["export"] * 2 + ["import"] * 5
     assert all(row["gb_s"] > 0 and row["against_gb_s"] > 0 and row["ratio"] > 0 for row in rows)
-    assert [row["what"].split()[-1] for row in found["codecs"]] == ["fast", "small", "zstd"]
     assert 1 << 20 < found["memory"]["export_bytes"] < 1 << 30
     assert not list(tmp_path.iterdir())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .errors import ArchiveError, ArchiveExistsError, NotAnArchiveError
 from .exporting import ExportReport, export_archive
 from .importing import ImportReport, import_archive
+from .loading import Loaded, load_archive
 from .reader import Archive, ArchivePart, open_archive
 from .selection import Selection
 from .targets import Conversion
@@ -17,9 +18,11 @@ __all__ = [
     "Conversion",
     "ExportReport",
     "ImportReport",
+    "Loaded",
     "NotAnArchiveError",
     "Selection",
     "export_archive",
     "import_archive",
+    "load_archive",
     "open_archive",
 ]

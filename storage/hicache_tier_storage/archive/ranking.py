@@ -53,6 +53,12 @@ class Ranking:
         _lift(unique, above, depth, score)
         return cls(unique, score, depth, total)
 
+    def order(self, heads: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the order of pages of these heads, best first, each page after those before it."""
+        at = np.searchsorted(self.heads, heads)
+        depth, score = self.depth[at], self.score[at]
+        return np.lexsort((depth, np.iinfo(np.uint64).max - score, depth == 0))
+
     @staticmethod
     def chosen(rankings: list[Ranking], max_nbytes: int) -> list[NDArray[np.uint64]]:
         """Return the heads of the best pages of each ranking, of `max_nbytes` in all at most."""

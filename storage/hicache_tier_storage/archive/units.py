@@ -55,10 +55,11 @@ class Units:
         """Pages that a unit makes."""
         return len(self.keys) // len(self.rows) if len(self.rows) else 1
 
-    def take(self, chosen: NDArray[np.bool_]) -> Units:
-        """Return the chosen units, without the refusals."""
+    def take(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Units:
+        """Return the chosen units, by truth values or numbers, without the refusals."""
         each = self.pages_each
-        pages = np.flatnonzero(np.repeat(chosen, each)).tolist()
+        numbers = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
+        pages = (numbers[:, None] * each + np.arange(each)).reshape(-1).tolist()
         keys, parents = [self.keys[i] for i in pages], [self.parents[i] for i in pages]
         return Units(self.rows[chosen], keys, parents, self.scores[chosen])
 
