@@ -8,7 +8,7 @@ from importlib import import_module
 import click
 
 _HOME = "hicache_tier.bench"
-_BENCHES = ("archive", "replay", "storage", "transfer")
+_BENCHES = ("archive", "replay", "sglang", "storage", "transfer")
 
 
 class BenchGroup(click.Group):

@@ -14,6 +14,7 @@ from hicache_tier.integrations.sglang.calls import Lane
 from hicache_tier.integrations.sglang.desk import Desk
 from hicache_tier.integrations.sglang.health import Health
 from hicache_tier.integrations.sglang.options import Options
+from hicache_tier.integrations.sglang.pace import Pace
 from hicache_tier.integrations.sglang.pool import Pool
 from hicache_tier.integrations.sglang.ranks import Ranks
 from hicache_tier.integrations.sglang.tally import Tally
@@ -211,20 +212,33 @@ def test_writes_that_are_late_do_not_close_off_reads_that_are_not(rig, engine):
     assert rig.put(keys_of("more", 3), range(3)) == ["breaker_open"] * 3
 
 
-def test_what_was_done_in_time_counts(tmp_path, engine, monkeypatch):
-    monkeypatch.setattr("hicache_tier.integrations.sglang.pool._BATCH_NBYTES", 1)
-    rig = Rig(tmp_path / "root", engine, deadline_s=0.5)
+def test_what_was_done_in_time_counts(tmp_path, engine):
+    rig = Rig(tmp_path / "root", engine, deadline_s=1.0)
     rig.fill()
     assert rig.put(NAMES, range(16)) == ["stored"] * 16
-    engine.delay_s["read"] = 0.12
+    rig.pool.paces["get"].pages = 1
+    engine.delay_s["read"] = 0.3
     wanted = rig.content(range(16))
     rig.fill(2)
     reasons = rig.get(NAMES, range(16))
     loaded = reasons.count("loaded")
     assert reasons == ["loaded"] * loaded + ["late"] * (16 - loaded)
-    assert 1 <= loaded <= 8
+    assert 1 <= loaded <= 4
     assert same(rig.content(range(loaded)), wanted[:loaded])
     rig.desk.close()
+
+
+def test_a_batch_is_cut_as_fine_as_storage_is_slow():
+    pace = Pace(1 << 20, 3.0)
+    assert pace.pages == 64
+    pace.learn(0, 1.0)
+    assert pace.pages == 64
+    for _ in range(8):
+        pace.learn(128, 0.1)
+    assert pace.pages > 900
+    for _ in range(12):
+        pace.learn(1, 1.0)
+    assert pace.pages == 1
 
 
 def test_errors_of_storage_are_misses_with_their_reason(rig, engine):

@@ -8,10 +8,12 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from hicache_tier.tier.store import error_kind
 from hicache_tier_storage.status import PageStatus, failed
 
 from .calls import Lane
 from .health import Health
+from .pool import LATE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,6 +91,8 @@ class Desk:
                 part.status[:] = [_BUSY] * len(part.status)
             elif not call.wait(until_s):
                 late = True
+            elif call.error is not None:
+                self._note_error(op, part, call.error)
             part.memory.lease.end()  # from here on nobody touches the pages
             answers.append(list(part.status))
         if late:
@@ -99,6 +103,13 @@ class Desk:
             self.health.written(started_s)
         self._tally.call(op, parts, time.monotonic() - started_s, late=late)
         return answers
+
+    @staticmethod
+    def _note_error(op: str, part: Pages, error: BaseException) -> None:
+        """Give pages whose verdict is not known the error of their call; the store itself raises none."""
+        _LOG.error("%s of pool %s failed", op, part.pool.view.name, exc_info=error)
+        verdict = failed(f"error: {error_kind(error)}")
+        part.status[:] = [verdict if one is LATE else one for one in part.status]
 
     def _refuse(self, op: str, parts: Sequence[Pages], verdict: PageStatus) -> list[list[PageStatus]]:
         for part in parts:

@@ -11,12 +11,13 @@ import numpy as np
 
 from hicache_tier.tier.store import error_kind
 from hicache_tier_storage import open_store
-from hicache_tier_storage.status import ABSENT, LOADED, PageStatus, failed
+from hicache_tier_storage.status import ABSENT, LOADED, STORED, PageStatus, failed
 
 from .diagnosis import KEYS
 from .facts import labelled, server_facts
 from .kinds import packs_draft
 from .memory import CallPages, marker_pages, pool_pages, tensor_pages
+from .pace import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,27 +67,35 @@ class Pages:
         if self.pool.view.marker:
             self.status[:] = [LOADED if there else ABSENT for there in self.pool.store.contains(self.names)]
             return
-        for part in self._parts():
-            self._note(part, partial(self.pool.store.get, self.names[part], self.memory, _numbers(part)))
+        self._in_parts(
+            "get", lambda part: partial(self.pool.store.get, self.names[part], self.memory, _numbers(part))
+        )
 
     def put(self) -> None:
         """Store them; on a thread of the lane for writes."""
-        for part in self._parts():
-            parents = None if self.parents is None else self.parents[part]
-            put = partial(self.pool.store.put, self.names[part], self.memory, _numbers(part), parents=parents)
-            self._note(part, put)
+        parents = self.parents or [None] * len(self.names)
+        self._in_parts(
+            "set",
+            lambda part: partial(
+                self.pool.store.put, self.names[part], self.memory, _numbers(part), parents=parents[part]
+            ),
+        )
 
-    def _parts(self) -> list[slice]:
-        step = max(1, _BATCH_NBYTES // self.pool.view.geometry.page_nbytes)
-        return [slice(at, min(at + step, len(self.names))) for at in range(0, len(self.names), step)]
-
-    def _note(self, part: slice, call: Callable[[], list[PageStatus]]) -> None:
-        if self.memory.lease.ended:
-            return
-        try:
-            self.status[part] = call()
-        except Exception as error:  # noqa: BLE001 - a fault is a miss with a reason, whatever it is
-            self.status[part] = [failed(f"error: {error_kind(error)}")] * (part.stop - part.start)
+    def _in_parts(self, op: str, call_of: Callable[[slice], Callable[[], list[PageStatus]]]) -> None:
+        """Call the store for as much at a time as it does well within a deadline, and note the verdicts."""
+        at, pace = 0, self.pool.paces[op]
+        while at < len(self.names) and not self.memory.lease.ended:
+            part = slice(at, min(at + pace.pages, len(self.names)))
+            started_s = time.perf_counter()
+            try:
+                verdicts = call_of(part)()
+            except Exception as error:  # noqa: BLE001 - a fault is a miss with a reason, whatever it is
+                verdicts = [failed(f"error: {error_kind(error)}")] * (part.stop - part.start)
+            self.status[part] = verdicts
+            pace.learn(
+                sum(one is LOADED or one is STORED for one in verdicts), time.perf_counter() - started_s
+            )
+            at = part.stop
 
 
 def _numbers(part: slice) -> range:
@@ -110,6 +119,8 @@ class Pool:
     ----------
     view : PoolView
     store : PageStore
+    paces : dict
+        How many pages at a time are loaded (`get`) and stored (`set`).
     """
 
     def __init__(
@@ -154,7 +165,7 @@ class Pool:
             checksums=options.checksums,
             read_only=options.read_only,
         )
-        self._followed_s = 0.0
+        self.paces = {op: Pace(view.geometry.page_nbytes, options.deadline_s) for op in ("get", "set")}
 
     # -- pages of a call -------------------------------------------------------------------------------------
 
