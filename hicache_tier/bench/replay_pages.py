@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _KEY_WORDS = 4  # a key is 32 bytes
 _CHUNK_NBYTES = 32 << 20
-_BLANK = 0xA5
+_BLANK = {torch.uint8: 0xA5, torch.int64: int.from_bytes(8 * b"\xa5", "little", signed=True)}
 _SEED = 20261130
 
 
@@ -67,7 +67,7 @@ class KeyedPages:
         """Write into pages what belongs to no key."""
         numbers = torch.tensor(list(pages), dtype=torch.int64, device=self._device)
         for plane in self._planes:
-            plane.view(torch.uint8)[numbers] = _BLANK
+            plane[numbers] = _BLANK[self._unit]
 
     def wrong(self, pages: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Return the positions of the pages that do not hold, to the byte, what belongs to their keys."""

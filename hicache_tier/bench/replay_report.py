@@ -21,7 +21,7 @@ def print_result(result: dict[str, Any]) -> None:
         f"{trace['distinct_blocks']:,} of them distinct, over {trace['seconds']:.0f} s.\n"
         f"{model['name']}: {model['pages_a_block']} page(s) of {size(model['page_nbytes'])} a block, "
         f"{model['layout']}; {host['cores']} cores, {host['filesystem']}; store {result['store']['engine']} "
-        f"{result['store']['mode']}, peers through the page cache.\n",
+        f"{result['store']['mode']}, peers through the page cache; copies between pools in one thread.\n",
         _hits(runs),
         _paths(runs),
         _latencies(runs),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hicache_tier.host_pool import HostPool
 from hicache_tier.tier import Tier, WritePolicy
@@ -15,9 +18,7 @@ from .replay_meter import MeteredStore, StoreCall
 from .replay_pages import KeyedPages, block_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
+    from collections.abc import Callable, Iterator, Sequence
 
     from hicache_tier.geometry import KVGeometry
     from hicache_tier.layout import Layout
@@ -114,6 +115,7 @@ def replay(
     pages = KeyedPages(shape.geometry, resident, shape.device)
     cache = DeviceCache(resident, keeps=shape.device_pages > 0)
     with (
+        _one_thread(),
         HostPool(shape.geometry, shape.layout, shape.host_pages) as host,
         Tier(
             host,
@@ -136,6 +138,21 @@ def replay(
         flush_s = time.monotonic() - clock.began_s - seconds
         stats = tier.stats()
     return ReplayOutcome(served, metered.calls, clock.began_s, seconds, clock.held_s, flush_s, unsaved, stats)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have torch copy in the calling thread alone.
+
+    Its threads spin while they wait for each other. Where the store's threads, or anybody else's, want the
+    cores too, that made a replay on two cores four times as long.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Clock:
