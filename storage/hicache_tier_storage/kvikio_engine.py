@@ -1,8 +1,8 @@
 """Byte engine `kvikio` for pages in host or GPU memory: one handle a slab, kept open, many futures in flight.
 
-Handles for reads and for writes are apart, so that put and get do not wait for each other; two batches in one
-direction take turns. What kvikio cannot do well goes by `posix`: pages in many small pieces, and the pages
-whose transfer failed, one by one, for a verdict on each. Pages in GPU memory are tried again by kvikio.
+Handles for reads and for writes are apart. What kvikio cannot do well goes by `posix`: pages in many small
+pieces, and the pages whose transfer failed, one by one, for a verdict on each. Pages in GPU memory are tried
+again by kvikio.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ctypes
 import importlib
 import logging
 import os
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from .descriptors import describe, good_runs, parts
 from .device_bytes import DeviceBytes
+from .kvikio_handles import KeptHandles
 from .kvikio_package import compat_mode, kvikio_module, use_threads
 from .posix import PosixEngine, default_threads, open_reason
 from .registrations import Registrations
@@ -28,10 +28,10 @@ from .slab import SlabDamagedError
 if TYPE_CHECKING:
     from .descriptors import Descriptors
     from .engine import DeviceMemory, PageBatch
+    from .kvikio_handles import Batch
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
-_HANDLES = 8
 _DEADLINE_S = 60.0
 _MIN_PIECE_NBYTES = 4096
 _TASK_NBYTES = 4 << 20  # kvikio cuts what is longer
@@ -78,9 +78,8 @@ class KvikioEngine:
         self._deadline_s = deadline_s
         self._min_piece_nbytes = min_piece_nbytes
         self._pid = os.getpid()
-        self._locks = {True: threading.Lock(), False: threading.Lock()}  # by "for writing"
         self._closed = False
-        self._handles: dict[bool, dict[StoreFile, Any]] = {True: {}, False: {}}
+        self._handles = {True: KeptHandles(_open_to_write), False: KeptHandles(_open_to_read)}
         self._regions = Registrations(_register, _deregister)
         self.retried_pages = 0
 
@@ -110,46 +109,8 @@ class KvikioEngine:
             return
         self._closed = True
         self._regions.close()
-        for write, lock in self._locks.items():
-            with lock:
-                self._trim(0, write=write)
-
-    # -- handles ---------------------------------------------------------------------------------------
-
-    def _trim(self, most: int, *, write: bool) -> None:
-        """Close handles of files that were removed, and the least recently used. Needs the lock."""
-        handles = self._handles[write]
-        for file in [file for file, handle in handles.items() if not os.fstat(handle.fileno()).st_nlink]:
-            handles.pop(file).close()
-        for file in list(handles)[: max(0, len(handles) - most)]:
-            handles.pop(file).close()
-
-    def _leak(self, *, write: bool) -> None:
-        """Keep handles open for ever whose I/O may not have ended."""
-        for handle in self._handles[write].values():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
-        self._handles[write].clear()
-
-    def _handle(self, file: StoreFile, *, write: bool) -> Any:  # noqa: ANN401 - of the package
-        """Return an open handle of the very file that the store made.
-
-        Raises
-        ------
-        SlabDamagedError, OSError
-        """
-        handles = self._handles[write]
-        handle = handles.pop(file, None)
-        if handle is None:
-            with file.open(direct=False):  # says what is wrong as the other engines do
-                pass
-            handle = kvikio_module().CuFile(file.path, "r+" if write else "r")
-        try:
-            file.check(handle.fileno())
-        except SlabDamagedError:
-            handle.close()
-            raise
-        handles[file] = handle  # most recently used last
-        return handle
+        for handles in self._handles.values():
+            handles.close()
 
     # -- moving ----------------------------------------------------------------------------------------
 
@@ -165,14 +126,13 @@ class KvikioEngine:
             return self._plain.write(batch) if write else self._plain.read(batch)
         verdicts = [""] * count
         again: list[int] = []
-        with self._locks[write]:
-            self._trim(_HANDLES, write=write)
+        with self._handles[write].batch() as handles:
             for first, last in parts(batch, 0, count, 1):
-                again += self._part(batch, first, last, verdicts, write=write)
+                again += self._part(batch, handles, first, last, verdicts, write=write)
             self.retried_pages += len(again)
             if batch.memory is not None:
                 for page in again:
-                    if self._part(batch, page, page + 1, verdicts, write=write):
+                    if self._part(batch, handles, page, page + 1, verdicts, write=write):
                         verdicts[page] = "io_error: kvikio moved the page neither with others nor alone"
                 return verdicts
         if again:
@@ -180,7 +140,7 @@ class KvikioEngine:
         return verdicts
 
     def _part(
-        self, batch: PageBatch, first: int, last: int, verdicts: list[str], *, write: bool
+        self, batch: PageBatch, kept: Batch, first: int, last: int, verdicts: list[str], *, write: bool
     ) -> list[int]:
         """Move some pages; return those that have to be tried again."""
         handles: list[Any] = []
@@ -188,7 +148,7 @@ class KvikioEngine:
         for at in range(first, last):
             file = batch.files[at]
             if file not in numbers:
-                opened = self._open(file, write=write)
+                opened = _handle(kept, file, write=write)
                 if isinstance(opened, str):
                     verdicts[at] = opened
                 else:
@@ -202,20 +162,9 @@ class KvikioEngine:
             pieces = describe(batch, start, stop, numbered, _TASK_NBYTES)
             futures = self._start(pieces, handles, batch.memory, write=write)
             again += self._finish(batch, pieces, futures, stop, verdicts, write=write)
+            if any(why.startswith("timeout") for why in verdicts[start:stop]):
+                kept.forget()
         return again
-
-    def _open(self, file: StoreFile, *, write: bool) -> Any:  # noqa: ANN401 - of the package
-        """Return an open handle, or the verdict on pages of a file that has none."""
-        if write and not file.writable:
-            return "access_denied"
-        try:
-            return self._handle(file, write=write)
-        except SlabDamagedError as damage:
-            return f"damaged: {damage}"
-        except OSError as failure:
-            return open_reason(failure)
-        except RuntimeError as failure:
-            return f"io_error: {failure}"
 
     @staticmethod
     def _start(
@@ -249,7 +198,6 @@ class KvikioEngine:
         again: set[int] = set()
         first = int(pieces.pages[0])
         ends = [*pieces.pages[1:].tolist(), last]
-        late = False
         for future, nbytes, page, end in zip(
             futures, pieces.memory[:, 1].tolist(), pieces.pages.tolist(), ends, strict=True
         ):
@@ -258,20 +206,39 @@ class KvikioEngine:
                 continue
             touched = range(page, max(page + 1, end))
             if outcome == "timeout":
-                late = True
                 reason = f"timeout: no end after {self._deadline_s:.0f} s"
                 verdicts[touched.start : touched.stop] = [reason] * len(touched)
             else:
                 _LOG.debug("kvikio: %s", outcome)
                 again.update(touched)
-        if late:
-            self._leak(write=write)
         again = {page for page in again if not verdicts[page]}
         if batch.hook and not write:
             for page in range(first, last):
                 if not verdicts[page] and page not in again:
                     batch.hook(page, page + 1)
         return sorted(again)
+
+
+def _open_to_write(path: str) -> Any:  # noqa: ANN401 - of the package
+    return kvikio_module().CuFile(path, "r+")
+
+
+def _open_to_read(path: str) -> Any:  # noqa: ANN401 - of the package
+    return kvikio_module().CuFile(path, "r")
+
+
+def _handle(kept: Batch, file: StoreFile, *, write: bool) -> Any:  # noqa: ANN401 - of the package
+    """Return an open handle, or the verdict on pages of a file that has none."""
+    if write and not file.writable:
+        return "access_denied"
+    try:
+        return kept.handle(file)
+    except SlabDamagedError as damage:
+        return f"damaged: {damage}"
+    except OSError as failure:
+        return open_reason(failure)
+    except RuntimeError as failure:
+        return f"io_error: {failure}"
 
 
 def _host_bytes(address: int, nbytes: int) -> Any:  # noqa: ANN401 - an array
