@@ -26,6 +26,7 @@ from hicache_tier.testing.array_pool import (
 from hicache_tier.testing.device_rig import ALIGNED, GEOMETRIES, BytePool
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier_storage import device_payload, open_store, staging
+from hicache_tier_storage.device_moves import RingMove
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.record import FLAG_FROM_GPU
 
@@ -323,3 +324,48 @@ def test_flags_and_checksums_of_a_pool_in_host_memory(rig):
     assert not (records["flags"] & FLAG_FROM_GPU).any()
     assert (records["algorithm"] == 2).all()
     assert rig.store.stats()["device_mode"] is None
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_two_steps_are_under_way_at_once(rig, monkeypatch, verb):
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+    if verb == "put":
+        rig.store.clear()
+    together = threading.Barrier(2, timeout=10)
+    name = "write" if verb == "put" else "read"
+    real = getattr(rig.engine.inner, name)
+
+    def move(batch):
+        together.wait()  # broken where nobody comes
+        return real(batch)
+
+    monkeypatch.setattr(rig.engine, name, move)
+    assert all(getattr(rig.store, verb)(rig.keys, rig.device, range(8)))
+
+
+def test_an_interrupted_call_leaves_nobody_in_the_ring(rig, monkeypatch):
+    """The threads of the ring are waited for, whatever the caller's own thread runs into."""
+    inside = []
+
+    def slow(batch):
+        inside.append(1)
+        time.sleep(0.1)
+        inside.pop()
+        return rig.engine.inner.write(batch)
+
+    def interrupted(self, start, stop):
+        if start >= 4:
+            raise KeyboardInterrupt
+        return real(self, start, stop)
+
+    real = RingMove.fill
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine, "write", slow)
+        patch.setattr(RingMove, "fill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rig.store.put(rig.keys, rig.device, range(8))
+        assert not inside
+    assert rig.store.stats()["pages"] == 0
+    assert all(rig.store.put(rig.keys, rig.device, range(8)))
+    assert all(rig.store.get(rig.keys, rig.device, range(8, 16)))
+    assert all(pages_equal(rig.device, range(8, 16), rig.keys, rig.device.geometry.page_nbytes))

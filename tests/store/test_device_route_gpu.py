@@ -265,3 +265,14 @@ def test_insisted_on_and_not_to_be_had(tmp_path, monkeypatch, engine):
         with pytest.raises(EngineUnavailableError, match=f"{engine}.*no such thing.*auto"):
             store.put(keys_of("never", 1), device, [0])
         assert store.stats()["put"] == {}
+
+
+def test_auto_says_which_way_it_takes(tmp_path):
+    keys, device = keys_of("auto", 8), BytePool(ALIGNED, "page_first", 16, "cuda:0")
+    fill_pages(device, range(8), keys, ALIGNED.page_nbytes)
+    with open_store(tmp_path / "root", ALIGNED, "page_first", capacity_bytes="16 MiB") as store:
+        assert store.stats()["device_mode"] is None
+        assert all(store.put(keys, device, range(8)))
+        assert all(store.get(keys, device, range(8, 16)))
+        assert store.stats()["device_mode"].startswith(("staged in host memory, posix", "kvikio GPU memory"))
+    assert all(pages_equal(device, range(8, 16), keys, ALIGNED.page_nbytes))
