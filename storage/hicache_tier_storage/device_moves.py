@@ -20,7 +20,7 @@ from .payload import Sums, summing
 from .staging import HALVES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
@@ -65,6 +65,7 @@ class Move(ABC):
         self.pages, self.numbers, self.ring, self.places, self.sums = pages, numbers, ring, places, sums
         self.write = write
         self._reasons = [""] * len(numbers)
+        self._summers: list[Summer | None] = [None] * HALVES
 
     @property
     @abstractmethod
@@ -96,6 +97,10 @@ class Move(ABC):
         """Move all pages; "" or a reason for each."""
         edges = [*range(0, len(self.numbers), self.step), len(self.numbers)]
         steps = list(pairwise(edges))
+        if self.sums is not None and self.memory is not None:
+            lengths = self.summed(0, 0)[1]
+            shape = len(lengths), int(lengths[0]), self.step
+            self._summers = [self.ring.summer(half, *shape) for half in range(min(len(steps), HALVES))]
         if len(steps) == 1:
             self._begin(0, *steps[0])
             self._finish(engine, 0, *steps[0], self.ring.mark())
@@ -109,12 +114,13 @@ class Move(ABC):
         try:
             for turn, (start, stop) in enumerate(steps):
                 if len(tasks) == HALVES:
-                    tasks.popleft().result()
+                    tasks[0].result()
+                    tasks.popleft()
                 self._begin(turn, start, stop)
                 mark = self.ring.mark()
                 tasks.append(self.ring.start(self._finish, engine, turn, start, stop, mark))
         finally:
-            wait(tasks)  # nobody touches the ring any more
+            _wait_for(tasks)  # nobody touches the ring or the slots any more
         for task in tasks:
             task.result()
 
@@ -166,20 +172,27 @@ class Move(ABC):
 
     def _sum(self, turn: int, start: int, stop: int) -> None:
         """Begin with the checksums of pages on a device; those in host memory are the engine's hook's."""
-        part, found = self._part(start, stop), self._summer(turn)
+        part, found = self._part(start, stop), self._summers[turn % HALVES]
         if part is not None and found is not None:
             found.submit(self.summed(start, stop)[0], np.array(part.seeds, np.uint64))
 
     def _take_sums(self, turn: int, start: int, stop: int) -> None:
-        part, found = self._part(start, stop), self._summer(turn)
+        part, found = self._part(start, stop), self._summers[turn % HALVES]
         if part is not None and found is not None:
             part.values[:] = found.take()
 
-    def _summer(self, turn: int) -> Summer | None:
-        if self.sums is None or self.memory is None:
-            return None
-        lengths = self.summed(0, 0)[1]
-        return self.ring.summer(turn, len(lengths), int(lengths[0]), self.step)
+
+def _wait_for(tasks: Collection[Future[None]]) -> None:
+    """Wait until all tasks have ended (each of their waits has a deadline), however often interrupted."""
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            wait(tasks)
+            break
+        except BaseException as error:  # noqa: BLE001 - raised below
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 class RingMove(Move):

@@ -124,14 +124,14 @@ class Ring:
         before.record(torch.cuda.current_stream(self.kind.pool))
         self.wait(before)
 
-    def summer(self, turn: int, fragments: int, nbytes: int, pages: int) -> Summer | None:
-        """Return what computes checksums of `pages` pages on the device; one for each turn, kept.
+    def summer(self, half: int, fragments: int, nbytes: int, pages: int) -> Summer | None:
+        """Return what computes checksums of `pages` pages on the device; one for each half, kept.
 
         None where nothing is on a device.
         """
         if self.stream is None:
             return None
-        key = (turn % HALVES, fragments, nbytes)
+        key = (half, fragments, nbytes)
         room, found = self._summers.get(key, (0, None))
         if found is None or room < pages:
             found = summer(fragments, nbytes, pages, self.stream)
