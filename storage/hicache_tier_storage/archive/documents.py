@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ARCHIVE_FORMAT: Final = "hct-archive"
 ARCHIVE_VERSION: Final = 1
-SHARD_NBYTES: Final = 256 << 20
+SHARD_NBYTES: Final = 128 << 20
 MAX_SHARD_PAGES: Final = 1 << 20
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _RANK = re.compile(r"[a-z]{2}\d{1,6}of\d{1,6}(?:-[a-z]{2}\d{1,6}of\d{1,6}){0,2}", re.ASCII)
@@ -46,7 +46,7 @@ class PartName:
 
 
 def shard_pages(page_nbytes: int) -> int:
-    """Pages a shard: a power of two, about 256 MiB."""
+    """Pages a shard: a power of two, about 128 MiB."""
     return min(MAX_SHARD_PAGES, 1 << max(0, (SHARD_NBYTES // page_nbytes).bit_length() - 1))
 
 

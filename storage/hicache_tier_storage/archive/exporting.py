@@ -264,9 +264,10 @@ class _Export:
         self, part: PartSource, pages: Candidates, tokens: dict[bytes, NDArray[np.uint32]]
     ) -> PartFacts:
         nbytes = part.geometry.page_nbytes
-        capacity = shard_pages(nbytes)
         axes = len(part.layout.page_shape(part.geometry))
-        published = PublishedShards(self._target, part.name, axes, capacity)
+        wanted = min(shard_pages(nbytes), 1 << (len(pages) - 1).bit_length())
+        published = PublishedShards(self._target, part.name, axes, wanted)
+        capacity = published.capacity
         resumed = published.resume()
         rows = sum(len(one) for one in resumed)
         self._report.resumed_pages += rows

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
-from hicache_tier_storage.record import key_head
 from hicache_tier_storage.payload import HostPages
+from hicache_tier_storage.record import key_head
 
 from .batches import BatchReader
 from .convert import FLOATS, Shape

@@ -10,7 +10,7 @@ import google_crc32c
 import numpy as np
 
 from .destination import STATE
-from .documents import PartName, shard_name
+from .documents import MAX_SHARD_PAGES, PartName, shard_name
 from .rows import ROW
 
 if TYPE_CHECKING:
@@ -31,10 +31,12 @@ class PublishedShards:
     destination : Destination
     part : PartName
     page_axes, capacity : int
-        Axes of a page and pages of a full shard.
+        Axes of a page, and pages of a full shard where no earlier export has chosen another number.
 
     Attributes
     ----------
+    capacity : int
+        Pages of a full shard.
     counts : list of int
         Pages of the shards in place, by number.
     """
@@ -43,9 +45,18 @@ class PublishedShards:
         self._destination = destination
         self._part = part
         self._axes = page_axes
-        self._capacity = capacity
+        self.capacity = self._agree(capacity)
         self._sizes = destination.sizes(f"{part.path}/pages")
         self.counts: list[int] = []
+
+    def _agree(self, capacity: int) -> int:
+        """Write down the pages of a full shard, or return what is written down."""
+        name = f"{STATE}/{self._part.path}/shard_pages"
+        told = self._destination.get(name)
+        if told is not None and told.isdigit() and 0 < int(told) <= MAX_SHARD_PAGES:
+            return int(told)
+        self._destination.put(name, str(capacity).encode())
+        return capacity
 
     @property
     def stored_nbytes(self) -> int:
@@ -87,7 +98,7 @@ class PublishedShards:
     def resume(self) -> list[NDArray[np.void]]:
         """Return the rows of the full shards 0, 1, ... that are in place; remove all that came after."""
         found: list[NDArray[np.void]] = []
-        while (rows := self.rows(len(found))) is not None and len(rows) == self._capacity:
+        while (rows := self.rows(len(found))) is not None and len(rows) == self.capacity:
             found.append(rows)
         self.counts = [len(rows) for rows in found]
         keep = {shard_name(number, self._axes) for number in range(len(found))}
