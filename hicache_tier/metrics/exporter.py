@@ -19,6 +19,8 @@ class Exporter:
     ----------
     port : int, optional
         Without one the instruments are in the process's registry, and whoever serves that shows them.
+    address : str
+        Where the port is opened; other hosts see nothing unless it is one that they reach.
 
     Attributes
     ----------
@@ -31,7 +33,7 @@ class Exporter:
         Where the port cannot be had.
     """
 
-    def __init__(self, port: int | None = None) -> None:
+    def __init__(self, port: int | None = None, address: str = "127.0.0.1") -> None:
         self.port = port
         self._server: Any = None
         self._thread: Thread | None = None
@@ -43,7 +45,7 @@ class Exporter:
         registry = CollectorRegistry()
         self.instruments = Instruments.of(registry)
         try:
-            self._server, self._thread = start_http_server(port, registry=registry)
+            self._server, self._thread = start_http_server(port, address, registry=registry)
         except OSError as error:
             raise InvalidArgumentError(f"metrics_port {port} cannot be had: {error.strerror}.") from error
 

@@ -13,9 +13,10 @@ from .capacity import PARTITION_NAME
 from .census import SlabCensus, SlotState, stray_slabs, take_census
 from .chains import Chains
 from .documents import document_problems, read_state
+from .inside import ARRAY_FILE, PARTITION_FILE, read_inside
 from .metadata import read_attributes
 from .page_check import CHANGED, UNVERIFIABLE, PageCheck
-from .partition import PartitionFacts
+from .partition import MAX_TABLE_NBYTES, PartitionFacts
 from .record import COMMITTED, RECORD_NBYTES, keys_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ class PartitionAudit:
         count = 0
         for number in self.paths.slab_numbers():
             with suppress(OSError):
-                raw = np.fromfile(self.paths.table(number), np.uint8)
+                raw = np.frombuffer(
+                    read_inside(self.paths.table(number), ARRAY_FILE, MAX_TABLE_NBYTES), np.uint8
+                )
                 whole = raw[: len(raw) // RECORD_NBYTES * RECORD_NBYTES].reshape(-1, RECORD_NBYTES)
                 count += int((whole[:, 5] == COMMITTED).sum())
         return count
@@ -94,7 +97,7 @@ class PartitionAudit:
             return None
         try:
             facts = PartitionFacts.read(self.paths)
-            axis_order = read_attributes(self.paths.root).get("axis_order")
+            axis_order = read_attributes(self.paths.root, PARTITION_FILE).get("axis_order")
         except FormatVersionError:
             raise
         except StoreError as error:

@@ -21,10 +21,12 @@ import numpy as np
 
 from hicache_tier.errors import StoreError
 
+from .access import Access
+from .inside import ARRAY_FILE, PARTITION_FILE, ROOT_FILE, read_inside, remove_inside
 from .locks import RootBusyError, exclusive, let_go, open_lock, try_lock
 from .metadata import read_attributes
-from .partition import PartitionPaths
-from .record import ACCESS_WORD, RECORD_WORDS
+from .partition import MAX_TABLE_NBYTES, PartitionPaths
+from .record import ACCESS_WORD, RECORD_NBYTES, RECORD_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -119,7 +121,7 @@ def _plain_files(folder: Path, name: re.Pattern[str]) -> list[tuple[re.Match[str
 
 def _page_axes(paths: PartitionPaths) -> int:
     try:
-        return int(read_attributes(paths.root)["page_axes"])
+        return int(read_attributes(paths.root, PARTITION_FILE)["page_axes"])
     except (StoreError, KeyError, TypeError, ValueError):
         return 0
 
@@ -135,11 +137,14 @@ class RootBudget:
     ----------
     root : Path
     capacity_nbytes : int
+    access : Access
+        Of what is made in the root.
     """
 
-    def __init__(self, root: Path, capacity_nbytes: int) -> None:
+    def __init__(self, root: Path, capacity_nbytes: int, access: Access = Access.PRIVATE) -> None:
         self.root = root
         self.capacity_nbytes = capacity_nbytes
+        self.access = access
         self._demand_seen = self._demand_time()
         self._told: set[Path] = set()
 
@@ -151,7 +156,8 @@ class RootBudget:
         RootBusyError
             Where another process keeps it for longer than `patience_s` seconds, 10 where none are given.
         """
-        return exclusive(self.root / LOCK_NAME, OPEN_PATIENCE_S if patience_s is None else patience_s)
+        patience_s = OPEN_PATIENCE_S if patience_s is None else patience_s
+        return exclusive(self.root / LOCK_NAME, patience_s, self.access)
 
     def used_nbytes(self) -> int:
         """Bytes of all slabs and tables under the root, live or left behind."""
@@ -194,7 +200,7 @@ class RootBudget:
                     continue
                 try:
                     for path in use.files:
-                        path.unlink(missing_ok=True)
+                        remove_inside(path, ARRAY_FILE)
                 except OSError as error:
                     if use.files[0] not in self._told:
                         self._told.add(use.files[0])
@@ -222,12 +228,12 @@ class RootBudget:
             return False
         now = time.time_ns()
         path = self.root / _DEMAND_NAME
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_lock(path, ROOT_FILE, create=self.access)
         try:
-            os.utime(fd, ns=(now, now))
+            _touch(fd, now)
         finally:
-            os.close(fd)
-        os.utime(own.lock, ns=(now, now))
+            let_go(fd)
+        _touch(own.lock, now)
         return True
 
     def excess(self, own: PartitionPaths) -> bool:
@@ -273,6 +279,14 @@ def _asks(paths: PartitionPaths, now_ns: int) -> bool:
         return False
 
 
+def _touch(file: int | Path, now_ns: int) -> None:
+    """Set a file's times; a file of another user takes the time that it is."""
+    try:
+        os.utime(file, ns=(now_ns, now_ns))
+    except PermissionError:
+        os.utime(file)
+
+
 def settle_demand(fd: int) -> None:
     """Let a writer's lock file, just made or taken over, not look as if the writer asked for room."""
     past = time.time_ns() - 2 * _ASKING_NS
@@ -284,7 +298,7 @@ def settle_demand(fd: int) -> None:
 def writer_lock(paths: PartitionPaths) -> Iterator[bool]:
     """Try to hold a partition's writer lock; yields False where a live writer has it."""
     try:
-        fd = open_lock(paths.lock)
+        fd = open_lock(paths.lock, ARRAY_FILE)
     except OSError:
         yield False
         return
@@ -305,8 +319,8 @@ def _is_dead(paths: PartitionPaths) -> bool:
 
 def _newest_access(table: Path) -> int:
     try:
-        raw = np.fromfile(table, np.uint64)
+        raw = read_inside(table, ARRAY_FILE, MAX_TABLE_NBYTES)
     except OSError:
         return 0
-    whole = len(raw) // RECORD_WORDS * RECORD_WORDS
-    return int(raw[:whole].reshape(-1, RECORD_WORDS)[:, ACCESS_WORD].max(initial=0))
+    words = np.frombuffer(raw[: len(raw) // RECORD_NBYTES * RECORD_NBYTES], np.uint64)
+    return int(words.reshape(-1, RECORD_WORDS)[:, ACCESS_WORD].max(initial=0))

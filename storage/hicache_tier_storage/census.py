@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .inside import ARRAY_FILE, open_inside
 from .record import (
     BAD,
     CHECKSUM_NONE,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 _LOOKS = 4  # a record that a live writer publishes just now is whole at the next look
 _LOOK_S = 0.003
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class SlotState(IntEnum):
@@ -82,8 +82,8 @@ class SlabCensus:
 
 
 def open_file(path: Path) -> int:
-    """Open for reading, never through a symbolic link."""
-    return os.open(path, _READ_FLAGS)
+    """Open a slab or a slot table for reading, never through a symbolic link."""
+    return open_inside(path, ARRAY_FILE)
 
 
 def read_records(fd: int, first: int, count: int) -> Words:

@@ -13,8 +13,10 @@ from hicache_tier.errors import FormatVersionError, NotAStoreError, StoreError
 
 from .capacity import settle_demand, uses_of
 from .identity import FORMAT_NAME, FORMAT_VERSION
+from .inside import ARRAY_FILE, PARTITION_FILE, read_inside, remove_inside
 from .locks import let_go, open_lock, try_lock
 from .metadata import (
+    MAX_METADATA_NBYTES,
     component_table,
     group_document,
     pages_document,
@@ -32,11 +34,13 @@ if TYPE_CHECKING:
 
     from hicache_tier.layout import Layout
 
+    from .access import Access
+
 _LOG = logging.getLogger(__name__)
 _OWN_FILE = re.compile(r"zarr\.json|c\.\d+(\.0)*")
 
 
-def lock_partition(space: Path, rank: str, pool: str) -> tuple[PartitionPaths, int, int]:
+def lock_partition(space: Path, rank: str, pool: str, access: Access) -> tuple[PartitionPaths, int, int]:
     """Take the first writer number of this rank that no live process holds.
 
     Returns
@@ -53,10 +57,10 @@ def lock_partition(space: Path, rank: str, pool: str) -> tuple[PartitionPaths, i
         paths = PartitionPaths(space / f"{rank}-w{number}" / pool)
         for folder in (paths.root.parent, paths.root, paths.state.parent):
             refuse_link(folder)
-            folder.mkdir(mode=0o700, exist_ok=True)
+            access.make_folder(folder)
         refuse_link(paths.pages)
         refuse_link(paths.slots)
-        fd = open_lock(paths.lock, create=True)
+        fd = open_lock(paths.lock, ARRAY_FILE, create=access)
         try:
             if try_lock(fd):
                 settle_demand(fd)
@@ -134,8 +138,7 @@ def _read_facts(paths: PartitionPaths, wanted: PartitionFacts) -> tuple[Partitio
 def _stated_shape(paths: PartitionPaths, wanted: PartitionFacts) -> SlabShape | None:
     """Shape of the slabs as the state block has it; None where it does not tell, or of other pages."""
     try:
-        with paths.state.open("rb") as file:
-            state = StateBlock.unpack(file.read(STATE_NBYTES + 1), paths.state)
+        state = StateBlock.read(paths.state)
     except FormatVersionError:
         raise
     except (OSError, StoreError):
@@ -162,10 +165,10 @@ def documents_agree(paths: PartitionPaths, facts: PartitionFacts, capacity: int)
         if PartitionFacts.read(paths) != facts:
             return False
         lengths = [
-            json.loads((folder / "zarr.json").read_bytes())["shape"][0]
+            json.loads(read_inside(folder / "zarr.json", ARRAY_FILE, MAX_METADATA_NBYTES))["shape"][0]
             for folder in (paths.pages, paths.slots, paths.state.parent)
         ]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
     return lengths == [capacity, capacity, STATE_NBYTES]
 
@@ -173,30 +176,34 @@ def documents_agree(paths: PartitionPaths, facts: PartitionFacts, capacity: int)
 def _remove_leftovers(paths: PartitionPaths) -> None:
     """Remove what interrupted writes left, and a link in the place of the journal, which is but a hint."""
     if paths.journal.is_symlink():
-        paths.journal.unlink()
+        remove_inside(paths.journal, ARRAY_FILE)
     for folder in (paths.root, paths.pages, paths.slots, paths.state.parent):
+        depth = PARTITION_FILE if folder == paths.root else ARRAY_FILE
         for leftover in folder.glob("*.tmp"):
             if _OWN_FILE.fullmatch(leftover.stem) and (leftover.is_symlink() or not leftover.is_dir()):
-                leftover.unlink()
+                remove_inside(leftover, depth)
 
 
 def _wipe(paths: PartitionPaths) -> None:
     """Remove what makes a partition: its group first, then slabs and tables. Foreign files stay."""
     uses = uses_of(paths)
-    (paths.root / "zarr.json").unlink(missing_ok=True)
+    remove_inside(paths.root / "zarr.json", PARTITION_FILE)
     for use in uses:
         for path in use.files:
-            path.unlink(missing_ok=True)
+            remove_inside(path, ARRAY_FILE)
 
 
-def write_documents(paths: PartitionPaths, facts: PartitionFacts, layout: Layout, capacity: int) -> None:
+def write_documents(
+    paths: PartitionPaths, facts: PartitionFacts, layout: Layout, capacity: int, access: Access
+) -> None:
     """Write the partition's Zarr documents, its own group last. `capacity` is in slots."""
     shape = facts.shape
     for folder in (paths.pages, paths.slots, paths.state.parent):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    write_document(paths.pages, pages_document(facts.geometry, layout, capacity, shape.slots))
-    write_document(paths.slots, slots_document(capacity, shape.slots))
-    write_document(paths.state.parent, state_document())
+        access.make_folder(folder)
+    pages = pages_document(facts.geometry, layout, capacity, shape.slots)
+    write_document(paths.pages, pages, ARRAY_FILE, access)
+    write_document(paths.slots, slots_document(capacity, shape.slots), ARRAY_FILE, access)
+    write_document(paths.state.parent, state_document(), ARRAY_FILE, access)
     attributes = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
@@ -213,4 +220,4 @@ def write_documents(paths: PartitionPaths, facts: PartitionFacts, layout: Layout
         "stride": shape.stride,
         "slots_per_slab": shape.slots,
     }
-    write_document(paths.root, group_document(attributes))
+    write_document(paths.root, group_document(attributes), PARTITION_FILE, access)

@@ -10,6 +10,7 @@ from hicache_tier.errors import EngineUnavailableError, FormatVersionError, Inva
 
 from .capacity import PARTITION_NAME
 from .census import SlotState, take_census
+from .inside import PARTITION_FILE
 from .metadata import read_attributes
 from .partition import PartitionFacts
 from .record import keys_of
@@ -79,7 +80,7 @@ def open_dataset(
     found = survey(root)
     paths = _choose(found, namespace, rank, writer, pool)
     facts = PartitionFacts.read(paths)
-    attributes = read_attributes(paths.root)
+    attributes = read_attributes(paths.root, PARTITION_FILE)
     array = zarr.open_array(str(paths.pages), mode="r", zarr_format=3)
     dtype = numpy_dtype(facts.geometry.dtype.label)
     names = list(getattr(array.metadata, "dimension_names", None) or ())

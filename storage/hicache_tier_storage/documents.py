@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 from hicache_tier.errors import FormatVersionError, StoreError
 from hicache_tier.layout import Layout
 
-from .metadata import pages_document, slots_document, state_document
-from .state import STATE_NBYTES, StateBlock
+from .inside import ARRAY_FILE, read_inside
+from .metadata import MAX_METADATA_NBYTES, pages_document, slots_document, state_document
+from .state import StateBlock
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from .partition import PartitionFacts, PartitionPaths
-
-_MAX_NBYTES = 1 << 20
 
 
 def read_state(paths: PartitionPaths, facts: PartitionFacts) -> tuple[StateBlock | None, str]:
@@ -28,8 +27,7 @@ def read_state(paths: PartitionPaths, facts: PartitionFacts) -> tuple[StateBlock
         For a later version.
     """
     try:
-        with paths.state.open("rb") as file:
-            state = StateBlock.unpack(file.read(STATE_NBYTES + 1), "state/c.0")
+        state = StateBlock.read(paths.state)
     except FormatVersionError:
         raise
     except FileNotFoundError:
@@ -73,8 +71,7 @@ def document_problems(paths: PartitionPaths, facts: PartitionFacts, axis_order: 
 def _read(folder: Path, problems: list[str]) -> dict[str, Any] | None:
     name = f"{folder.name}/zarr.json"
     try:
-        with (folder / "zarr.json").open("rb") as file:
-            document = json.loads(file.read(_MAX_NBYTES))
+        document = json.loads(read_inside(folder / "zarr.json", ARRAY_FILE, MAX_METADATA_NBYTES))
     except FileNotFoundError:
         problems.append(f"{name} is missing")
     except OSError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hicache_tier.errors import StoreError
 
+from .access import Owners
 from .capacity import PARTITION_NAME, partition_paths
 from .partition import Pages, ReaderPartition
 
@@ -52,12 +53,13 @@ class ForeignPages:
         geometry: KVGeometry | None,
         cache: FileCache,
         boot: bytes,
+        owners: Owners = Owners.ANY,
     ) -> None:
         self.index: dict[bytes, tuple[ReaderPartition, int]] = {}
         self.partitions: dict[Path, ReaderPartition] = {}
         self._root, self._namespace = root, namespace
         self._rank, self._pool, self._own = rank, pool, own
-        self._geometry, self._cache, self._boot = geometry, cache, boot
+        self._geometry, self._cache, self._boot, self._owners = geometry, cache, boot, owners
         self._copies: dict[bytes, set[tuple[ReaderPartition, int]]] = {}  # places that `index` does not name
         self._listed: tuple[tuple[str, int, int], ...] = ()
         self._failing: set[Path] = set()
@@ -125,6 +127,7 @@ class ForeignPages:
             if match is None or self._rank not in {None, match[1]}:
                 continue
             try:
+                self._owners.check(paths.root)
                 partition = ReaderPartition(paths, self._cache, boot=self._boot, expected=self._geometry)
             except (StoreError, OSError) as error:
                 refused[paths.root] = str(error)

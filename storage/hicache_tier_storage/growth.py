@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .capacity import GROW_PATIENCE_S
+from .inside import ARRAY_FILE
 from .locks import RootBusyError
 from .metadata import replace_file, temporary_name
 from .partition import remove_slab
@@ -104,9 +105,10 @@ class Growth:
         partition, shape = self._partition, self._partition.facts.shape
         table = partition.paths.table(number)
         slab = partition.paths.slab(number, partition.facts.page_axes)
-        replace_file(table, bytes(table_nbytes(shape.slots)))
+        access = self._budget.access
+        replace_file(table, bytes(table_nbytes(shape.slots)), ARRAY_FILE, access)
         try:
-            create_slab(slab, shape)
+            create_slab(slab, shape, ARRAY_FILE, access)
             partition.map_slab(number)
         except BaseException:
             remove_slab(slab, table)

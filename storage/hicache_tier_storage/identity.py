@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hicache_tier.errors import InvalidArgumentError
@@ -71,7 +71,7 @@ class Identity:
     pool: str
     model: str | None
     revision: str | None
-    tenant: str | None
+    tenant: str | None = field(repr=False)
     adapter: str | None
     tp: Coordinate
     pp: Coordinate
@@ -86,13 +86,14 @@ class Identity:
         """Check the fields that come from outside and normalise the coordinates."""
         for name in ("model", "revision", "tenant", "adapter", "scales", "rope", "key_algorithm"):
             value = fields.get(name)
+            shown = "what was given" if name == "tenant" else repr(value)
             if value is not None and not isinstance(value, str):
-                raise InvalidArgumentError(f"{name} must be text or None, got {value!r}.")
+                raise InvalidArgumentError(f"{name} must be text or None, got {shown}.")
             if isinstance(value, str):
                 try:
                     value.encode()
-                except UnicodeEncodeError as error:
-                    raise InvalidArgumentError(f"{name} is not valid Unicode: {value!r}.") from error
+                except UnicodeEncodeError:
+                    raise InvalidArgumentError(f"{name} is not valid Unicode: {shown}.") from None
         for axis in ("tp", "pp", "cp"):
             fields[axis] = Coordinate.parse(axis, fields[axis])
         return cls(geometry=geometry, axis_order=layout.page_axes, **fields)

@@ -14,6 +14,7 @@ from .capacity import PARTITION_NAME
 from .census import SlotState, stray_slabs, take_census
 from .chains import Chains
 from .documents import document_problems, read_state
+from .inside import PARTITION_FILE
 from .liveness import live_writers
 from .metadata import read_attributes
 from .partition import PartitionFacts
@@ -98,7 +99,7 @@ class _Report:
             return cls(data)
         try:
             facts = PartitionFacts.read(paths)
-            attributes = read_attributes(paths.root)
+            attributes = read_attributes(paths.root, PARTITION_FILE)
         except FormatVersionError:
             raise
         except StoreError as error:

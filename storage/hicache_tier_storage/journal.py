@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .access import Access
+from .inside import ARRAY_FILE, open_inside
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -35,6 +38,8 @@ class Journal:
     path : Path
     writable : bool
         Make the file where there is none.
+    access : Access
+        Of a file that is made.
 
     Raises
     ------
@@ -42,12 +47,13 @@ class Journal:
         Where it cannot be opened, or is no journal.
     """
 
-    def __init__(self, path: Path, *, writable: bool) -> None:
-        flags = (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, 0o600)
+    def __init__(self, path: Path, *, writable: bool, access: Access = Access.PRIVATE) -> None:
+        flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        self._fd = open_inside(path, ARRAY_FILE, flags, access.file_mode)
         try:
             if writable and not (self._whole() and os.pread(self._fd, 8, 0) == _MAGIC):
                 self._make()
+                access.settle(self._fd)
             if not self._whole() or os.pread(self._fd, 8, 0) != _MAGIC:
                 raise OSError(f"{path} is not a journal of this version")  # noqa: TRY301
             self._cursor = self._count()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .capacity import LOCK_NAME
+from .inside import ARRAY_FILE, ROOT_FILE
 from .locks import let_go, open_lock, try_lock, wait_for_lock
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def live_writers(root: Path, partitions: Sequence[PartitionPaths]) -> dict[Path,
 @contextmanager
 def _calm(root: Path) -> Iterator[bool]:
     try:
-        fd = open_lock(root / LOCK_NAME, writable=False)
+        fd = open_lock(root / LOCK_NAME, ROOT_FILE, writable=False)
     except FileNotFoundError:
         yield True  # a copy of a store: no writer has opened it
         return
@@ -58,7 +59,7 @@ def _share(fd: int) -> bool:
 
 def _held(lock: Path) -> bool | None:
     try:
-        fd = open_lock(lock, writable=False)
+        fd = open_lock(lock, ARRAY_FILE, writable=False)
     except FileNotFoundError:
         return False
     except OSError:

@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING
 
 from hicache_tier.errors import StoreError
 
+from .inside import ROOT_FILE, open_inside
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from .access import Access
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.0005, 0.01
 _guard = threading.RLock()  # held over a fork, so that no descriptor is between being opened and listed
@@ -30,13 +34,27 @@ class RootBusyError(StoreError):
     kind = "root_busy"
 
 
-def open_lock(path: Path, *, create: bool = False, writable: bool = True) -> int:
-    """Open a file to lock it. Give the descriptor back by `let_go`, never by `os.close`."""
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT if create else 0)
+def open_lock(path: Path, depth: int, *, create: Access | None = None, writable: bool = True) -> int:
+    """Open a file to lock it, made with that access where it is missing; `depth` as of `inside.open_inside`.
+
+    Give the descriptor back by `let_go`, never by `os.close`.
+    """
+    flags = os.O_RDWR if writable else os.O_RDONLY
     with _guard:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        fd = open_inside(path, depth, flags) if create is None else _make(path, depth, flags, create)
         _held.add(fd)
     return fd
+
+
+def _make(path: Path, depth: int, flags: int, access: Access) -> int:
+    """Open a file, made where it is missing: its permissions are set by whoever made it."""
+    while True:
+        with suppress(FileExistsError):
+            fd = open_inside(path, depth, flags | os.O_CREAT | os.O_EXCL, access.file_mode)
+            access.settle(fd)
+            return fd
+        with suppress(FileNotFoundError):
+            return open_inside(path, depth, flags)
 
 
 def let_go(fd: int) -> None:
@@ -77,15 +95,15 @@ def wait_for_lock(fd: int, patience_s: float, *, shared: bool = False) -> bool:
 
 
 @contextmanager
-def exclusive(path: Path, patience_s: float) -> Iterator[None]:
-    """Hold a lock file, made where it is missing.
+def exclusive(path: Path, patience_s: float, access: Access) -> Iterator[None]:
+    """Hold the lock file of a root, made where it is missing.
 
     Raises
     ------
     RootBusyError
         Where another process held it for all of `patience_s` seconds.
     """
-    fd = open_lock(path, create=True)
+    fd = open_lock(path, ROOT_FILE, create=access)
     try:
         if not wait_for_lock(fd, patience_s):
             raise RootBusyError(

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_tier.errors import FormatVersionError, NotAStoreError, StoreError
 
+from .access import Access
 from .identity import FORMAT_NAME, FORMAT_VERSION
+from .inside import NotPlainError, folder_of, read_inside
 from .record import RECORD_NBYTES
 from .state import STATE_NBYTES
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
 
 _BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
-_MAX_METADATA_NBYTES = 1 << 20
+MAX_METADATA_NBYTES = 1 << 20
 
 
 def group_document(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -114,26 +116,30 @@ def state_document() -> dict[str, Any]:
     return _array([STATE_NBYTES], [STATE_NBYTES], "uint8", [_BYTES], ["state_byte"])
 
 
-def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Write `path/zarr.json` so that a reader sees the old or the new one, never a part."""
-    replace_file(path / "zarr.json", json.dumps(document, indent=1, sort_keys=True).encode())
+def write_document(path: Path, document: dict[str, Any], depth: int, access: Access = Access.PRIVATE) -> None:
+    """Write `path/zarr.json` so that a reader sees the old or the new one, never a part.
+
+    `depth` is as of `inside.open_inside`.
+    """
+    replace_file(path / "zarr.json", json.dumps(document, indent=1, sort_keys=True).encode(), depth, access)
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` beside `path`, sync it, and rename it into place."""
-    temporary = temporary_name(path)
-    fd = create_new(temporary)
-    try:
-        with open(fd, "wb") as file:  # noqa: PTH123 - a descriptor
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_directory(path.parent)
+def replace_file(path: Path, data: bytes, depth: int, access: Access = Access.PRIVATE) -> None:
+    """Write `data` beside `path`, sync it, and rename it into place; `depth` as of `inside.open_inside`."""
+    temporary = temporary_name(path).name
+    with folder_of(path, depth) as folder:
+        fd = create_new(temporary, folder, access)
+        try:
+            with open(fd, "wb") as file:  # noqa: PTH123 - a descriptor
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+        os.fsync(folder)
 
 
 def temporary_name(path: Path) -> Path:
@@ -141,11 +147,17 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
-def create_new(path: Path) -> int:
-    """Open a new file to read and write. What an interrupted write left there goes; links do not count."""
+def create_new(name: str, folder: int, access: Access = Access.PRIVATE) -> int:
+    """Open a new file of a folder to read and write.
+
+    What an interrupted write left there goes; links do not count.
+    """
     with suppress(FileNotFoundError):
-        path.unlink()
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.unlink(name, dir_fd=folder)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, access.file_mode, dir_fd=folder)
+    access.settle(fd)
+    return fd
 
 
 def sync_directory(path: Path) -> None:
@@ -157,8 +169,14 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def read_attributes(path: Path) -> dict[str, Any]:
+def read_attributes(path: Path, depth: int) -> dict[str, Any]:
     """Return `attributes.hicache_tier` of the group at `path`.
+
+    Parameters
+    ----------
+    path : Path
+    depth : int
+        Of its `zarr.json`, as of `inside.open_inside`.
 
     Raises
     ------
@@ -169,15 +187,14 @@ def read_attributes(path: Path) -> dict[str, Any]:
     """
     file = path / "zarr.json"
     try:
-        with file.open("rb") as handle:
-            raw = handle.read(_MAX_METADATA_NBYTES + 1)
+        raw = read_inside(file, depth, MAX_METADATA_NBYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotAStoreError(f"{path} holds no zarr.json.") from error
+    except NotPlainError as error:
+        raise NotAStoreError(f"{file} is not a store's group: {error.strerror}.") from error
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror}.") from error
     try:
-        if len(raw) > _MAX_METADATA_NBYTES:
-            raise ValueError("larger than a group's metadata can be")  # noqa: TRY301
         attributes = json.loads(raw)["attributes"]["hicache_tier"]
         name, version = attributes["format"], attributes["version"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -16,11 +16,13 @@ from hicache_tier.errors import InvalidArgumentError, NotAStoreError, StoreError
 from hicache_tier.geometry import KVGeometry, PoolKind
 from hicache_tier.layout import Layout
 
+from .access import Access, Owners
 from .asked_capacity import parse_capacity
 from .capacity import LOCK_NAME, RootBudget, partition_paths
 from .creation import lock_partition, refuse_link
 from .foreign import ForeignPages
 from .identity import Identity
+from .inside import NAMESPACE_FILE, RANK_FILE
 from .locks import let_go
 from .metadata import group_document, plain_group_document, read_attributes, write_document
 from .placement import distinct_roots, split_capacity
@@ -107,6 +109,8 @@ def open_store(
     verify: str = "suspect",
     checksums: bool = True,
     read_only: bool = False,
+    access: str | Access = "private",
+    owners: str | Owners = "self",
 ) -> PageStore:
     """Open a store, creating it where there is none.
 
@@ -146,6 +150,12 @@ def open_store(
         Store a checksum with each page. Without one a page does not survive power loss.
     read_only : bool
         Read what others wrote; take no partition.
+    access : str
+        Who beside this user may use what is made: `private` (files 0600, folders 0700), `group_read` (0640,
+        0750) or `group` (0660, 2770). A root that is there keeps its own permissions.
+    owners : str
+        `self`: a root, namespace or partition of another user is refused, or passed over. `any`: taken all
+        the same, as a group that shares a root needs.
 
     Raises
     ------
@@ -178,7 +188,19 @@ def open_store(
         pp=pp,
         cp=cp,
     )
-    way = _Way(identity, layout, pool, engine, io_mode, threads, verify, checksums, read_only)
+    way = _Way(
+        identity,
+        layout,
+        pool,
+        engine,
+        io_mode,
+        threads,
+        verify,
+        checksums,
+        read_only,
+        Access.parse(access),
+        Owners.parse(owners),
+    )
     if isinstance(root, list | tuple):
         paths = distinct_roots([_root_path(one) for one in root])
         total = None if capacity_bytes is None else parse_capacity(capacity_bytes, paths[0])
@@ -202,25 +224,29 @@ class _Way:
     verify: str
     checksums: bool
     read_only: bool
+    access: Access
+    owners: Owners
 
 
 def _open_root(path: Path, way: _Way, capacity_bytes: int | str | None, files: int) -> PageStore:
     """Open the store in one directory, with at most so many files open at once."""
     identity, read_only = way.identity, way.read_only
     refuse_link(path / identity.namespace)
+    for folder in (path, path / identity.namespace):
+        way.owners.check(folder)
     capacity_nbytes = parse_capacity(capacity_bytes, path)
     if not read_only:
         check_capacity(identity.geometry.page_nbytes, capacity_nbytes)
     check_root(path, create=not read_only)
     with suppress(NotAStoreError):  # a new namespace, or one whose group a writer writes again
-        read_attributes(path / identity.namespace)  # refuses a later version
+        read_attributes(path / identity.namespace, NAMESPACE_FILE)  # refuses a later version
     chosen = _engine(path, way.engine, way.io_mode, way.threads, read_only=read_only)
     cache = FileCache(files)
     writer = foreign = None
     try:
         if not read_only:
-            _make_root(path)
-        budget = RootBudget(path, capacity_nbytes)
+            _make_root(path, way.access)
+        budget = RootBudget(path, capacity_nbytes, way.access)
         if not read_only:
             writer = _take_partition(budget, identity, way.layout, cache)
         foreign = ForeignPages(
@@ -232,6 +258,7 @@ def _open_root(path: Path, way: _Way, capacity_bytes: int | str | None, files: i
             geometry=identity.geometry,
             cache=cache,
             boot=boot_id(),
+            owners=way.owners,
         )
         return PageStore(
             identity=identity,
@@ -309,9 +336,9 @@ def _root_path(root: object) -> Path:
     return Path(root).absolute()
 
 
-def _make_root(path: Path) -> None:
+def _make_root(path: Path, access: Access) -> None:
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        access.make_folder(path)
     except OSError as error:
         raise StoreError(f"{path} cannot be created: {error.strerror}.") from error
 
@@ -322,17 +349,18 @@ def _take_partition(
     space = budget.root / identity.namespace
     try:
         with budget.lock():
-            space.mkdir(mode=0o700, exist_ok=True)
+            budget.access.make_folder(space)
             try:
-                read_attributes(space)
+                read_attributes(space, NAMESPACE_FILE)
             except NotAStoreError as error:
                 if (space / "zarr.json").exists():
                     _LOG.warning("%s It is written again.", error)
-                write_document(space, group_document(identity.as_attributes()))
-            paths, number, fd = lock_partition(space, identity.rank, identity.pool)
+                document = group_document(identity.as_attributes())
+                write_document(space, document, NAMESPACE_FILE, budget.access)
+            paths, number, fd = lock_partition(space, identity.rank, identity.pool, budget.access)
             try:
                 if not (paths.root.parent / "zarr.json").exists():  # or a reader's walk ends at the namespace
-                    write_document(paths.root.parent, plain_group_document())
+                    write_document(paths.root.parent, plain_group_document(), RANK_FILE, budget.access)
                 return WriterPartition(
                     paths,
                     number,

@@ -15,11 +15,12 @@ import numpy as np
 from hicache_tier.errors import FormatVersionError, StoreError
 from hicache_tier.geometry import KVGeometry
 
+from .inside import ARRAY_FILE, PARTITION_FILE, read_inside, remove_inside
 from .journal import Journal
 from .metadata import read_attributes
 from .record import COMMITTED, GENERATION_WORD, Words, as_records, committed, keys_of
-from .slab import FileCache, SlabDamagedError, SlabShape, StoreFile
-from .state import STATE_NBYTES, StateBlock
+from .slab import SLAB_TARGET_NBYTES, SLOT_ALIGNMENT, FileCache, SlabDamagedError, SlabShape, StoreFile
+from .state import StateBlock
 from .table import MappedTable, SlotTables, table_nbytes
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ _GRACE_S = 0.5  # what its writer is at with a slab is over by then
 _LOOK_LATER_S = 1.0  # at one that was reported
 _LOOKS = 4
 _LOOK_S = 0.001  # at a table whose slab is missing, or whose records are being published
+MAX_SLAB_NBYTES = 2 * SLAB_TARGET_NBYTES
+"""Bytes of the slots of a slab of several pages: what a partition says of itself is not trusted."""
+MAX_TABLE_NBYTES = table_nbytes(MAX_SLAB_NBYTES // SLOT_ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class PartitionPaths:
     def slab_numbers(self) -> list[int]:
         """Numbers of the slot tables there are, ascending; files of other names are ignored."""
         numbers = []
-        if self.slots.is_dir():
+        if self.slots.is_dir() and not self.slots.is_symlink():
             for entry in self.slots.iterdir():
                 parts = entry.name.split(".")
                 if len(parts) == 3 and parts[0] == "c" and parts[2] == "0" and parts[1].isdecimal():
@@ -101,7 +105,7 @@ class PartitionFacts:
     @classmethod
     def read(cls, paths: PartitionPaths) -> PartitionFacts:
         """Read and check `zarr.json`; raises `StoreError` or a subclass."""
-        attributes = read_attributes(paths.root)
+        attributes = read_attributes(paths.root, PARTITION_FILE)
         try:
             geometry = KVGeometry.from_dict(attributes["geometry"])
             stride, slots = int(attributes["stride"]), int(attributes["slots_per_slab"])
@@ -117,7 +121,8 @@ class PartitionFacts:
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{paths.root}: the partition's attributes are damaged: {error!r}.") from error
         wanted = SlabShape.choose(geometry.page_nbytes, 0).stride
-        if stride != wanted or slots < 1 or slots & (slots - 1) or not 1 <= facts.page_axes <= 8:
+        large = slots > 1 and slots * stride > MAX_SLAB_NBYTES
+        if stride != wanted or slots < 1 or slots & (slots - 1) or large or not 1 <= facts.page_axes <= 8:
             raise StoreError(f"{paths.root}: stride {stride} or {slots} slots a slab cannot be.")
         return facts
 
@@ -125,8 +130,8 @@ class PartitionFacts:
 def remove_slab(slab: Path, table: Path) -> None:
     """Unlink a slab, then its table, so that a crash between leaves a table without payload."""
     for path in (slab, table):
-        with suppress(FileNotFoundError, IsADirectoryError):
-            path.unlink()
+        with suppress(IsADirectoryError):
+            remove_inside(path, ARRAY_FILE)
 
 
 @dataclass(slots=True)
@@ -182,10 +187,14 @@ class Partition:
         """
         shape = self.facts.shape
         table = StoreFile(
-            self.paths.table(number), table_nbytes(shape.slots), self._cache, writable=self.writable
+            self.paths.table(number),
+            table_nbytes(shape.slots),
+            self._cache,
+            writable=self.writable,
+            depth=ARRAY_FILE,
         )
         slab_path = self.paths.slab(number, self.facts.page_axes)
-        slab = StoreFile(slab_path, shape.file_nbytes, self._cache, writable=self.writable)
+        slab = StoreFile(slab_path, shape.file_nbytes, self._cache, writable=self.writable, depth=ARRAY_FILE)
         mapped = MappedTable(table)  # first: a slab that is removed and made anew meanwhile outlives no table
         try:
             with slab.open(direct=False) as fd:
@@ -309,8 +318,7 @@ class ReaderPartition(Partition):
     def read_state(self) -> StateBlock | None:
         """Return the state block, or None where it is unreadable."""
         try:
-            with self.paths.state.open("rb") as file:
-                return StateBlock.unpack(file.read(STATE_NBYTES + 1), self.paths.state)
+            return StateBlock.read(self.paths.state)
         except FormatVersionError:
             raise
         except (OSError, StoreError):
@@ -447,7 +455,8 @@ class ReaderPartition(Partition):
         if self.paths.slab(number, self.facts.page_axes).exists():
             return False
         try:
-            return not any(self.paths.table(number).read_bytes())
+            table = self.paths.table(number)
+            return not any(read_inside(table, ARRAY_FILE, table_nbytes(self.facts.shape.slots)))
         except OSError:
             return True
 

@@ -12,6 +12,8 @@ import xxhash
 
 from hicache_tier.errors import FormatVersionError, StoreError
 
+from .inside import ARRAY_FILE, read_inside
+from .partition import MAX_TABLE_NBYTES
 from .record import (
     CHECKSUM_NONE,
     CHECKSUM_XXH3,
@@ -27,7 +29,7 @@ from .record import (
     seal,
 )
 from .slab import SlabDamagedError, SlabShape
-from .state import STATE_NBYTES, StateBlock, boot_id
+from .state import StateBlock, boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,8 +65,7 @@ def opened_state(
     )
     trouble = ""
     try:
-        with paths.state.open("rb") as file:
-            old = StateBlock.unpack(file.read(STATE_NBYTES + 1), paths.state)
+        old = StateBlock.read(paths.state)
     except FormatVersionError:
         raise
     except FileNotFoundError:
@@ -128,7 +129,8 @@ def recover_pages(partition: Partition, *, most_slots: int, unclean: bool) -> Re
 def _unborn(paths: PartitionPaths, number: int, page_axes: int) -> bool:
     """Whether a kill came while the slab was being made: its table is there, and empty."""
     try:
-        return not paths.slab(number, page_axes).exists() and not any(paths.table(number).read_bytes())
+        table = read_inside(paths.table(number), ARRAY_FILE, MAX_TABLE_NBYTES)
+        return not paths.slab(number, page_axes).exists() and not any(table)
     except OSError:
         return False
 

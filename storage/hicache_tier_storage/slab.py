@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import google_crc32c
 import numpy as np
 
-from .metadata import create_new, sync_directory, temporary_name
+from .access import Access
+from .inside import folder_of, open_inside
+from .metadata import create_new, temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,29 +63,30 @@ class SlabShape:
         return raw + int(google_crc32c.value(raw)).to_bytes(4, "little")
 
 
-def create_slab(path: Path, shape: SlabShape) -> None:
-    """Make a slab beside `path`, sync it, and rename it into place.
+def create_slab(path: Path, shape: SlabShape, depth: int = 1, access: Access = Access.PRIVATE) -> None:
+    """Make a slab beside `path`, sync it, and rename it into place; `depth` as of `inside.open_inside`.
 
     Raises
     ------
     OSError
         Where the disk is full or read-only; nothing is left behind.
     """
-    temporary = temporary_name(path)
-    fd = create_new(temporary)
-    try:
+    temporary = temporary_name(path).name
+    with folder_of(path, depth) as folder:
+        fd = create_new(temporary, folder, access)
         try:
-            os.posix_fallocate(fd, 0, shape.file_nbytes)
-            os.pwrite(fd, shape.tail(), shape.data_nbytes)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        temporary.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_directory(path.parent)
+            try:
+                os.posix_fallocate(fd, 0, shape.file_nbytes)
+                os.pwrite(fd, shape.tail(), shape.data_nbytes)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+        os.fsync(folder)
 
 
 class SlabDamagedError(Exception):
@@ -101,12 +104,15 @@ class StoreFile:
     cache : FileCache
         Bounds how many files are open at once.
     writable : bool
+    depth : int
+        As of `inside.open_inside`.
     """
 
-    __slots__ = ("_cache", "identity", "nbytes", "path", "writable")
+    __slots__ = ("_cache", "depth", "identity", "nbytes", "path", "writable")
 
-    def __init__(self, path: Path, nbytes: int, cache: FileCache, *, writable: bool) -> None:
+    def __init__(self, path: Path, nbytes: int, cache: FileCache, *, writable: bool, depth: int = 1) -> None:
         self.path = path
+        self.depth = depth
         self.nbytes = nbytes
         self.writable = writable
         self._cache = cache
@@ -135,7 +141,7 @@ class StoreFile:
             Where it cannot be opened.
         """
         try:
-            borrowed = self._cache.acquire((self.path, direct), self._flags(direct=direct))
+            borrowed = self._cache.acquire((self.path, direct), self._flags(direct=direct), self.depth)
         except FileNotFoundError as error:
             raise SlabDamagedError(f"{self.path.name} is missing") from error
         try:
@@ -146,7 +152,7 @@ class StoreFile:
 
     def _flags(self, *, direct: bool) -> int:
         access = os.O_RDWR if self.writable else os.O_RDONLY
-        return access | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        return access | (os.O_DIRECT if direct else 0)
 
     def sync(self) -> None:
         """Write what the kernel still holds of this file to disk."""
@@ -180,13 +186,13 @@ class FileCache:
         self._closed = False
         self._open: dict[tuple[Path, bool], Descriptor] = {}
 
-    def acquire(self, key: tuple[Path, bool], flags: int) -> Descriptor:
-        """Return an open descriptor and count its user."""
+    def acquire(self, key: tuple[Path, bool], flags: int, depth: int = 1) -> Descriptor:
+        """Return an open descriptor and count its user; `flags` and `depth` as of `inside.open_inside`."""
         with self._lock:
             entry = self._open.pop(key, None)
             if entry is None:
                 self._make_room()
-                entry = Descriptor(os.open(key[0], flags), dropped=self._closed)
+                entry = Descriptor(open_inside(key[0], depth, flags), dropped=self._closed)
             if not self._closed:
                 self._open[key] = entry  # most recently used last
             entry.users += 1

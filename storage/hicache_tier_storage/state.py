@@ -10,6 +10,8 @@ import google_crc32c
 
 from hicache_tier.errors import FormatVersionError, StoreError
 
+from .inside import ARRAY_FILE, NotPlainError, read_inside
+
 STATE_NBYTES = 4096
 _MAGIC = b"HCTSTATE"
 _VERSION = 1
@@ -67,6 +69,25 @@ class StateBlock:
         ).ljust(512 - 16, b"\0")
         head = _MAGIC + struct.pack("<II", _VERSION, google_crc32c.value(body))
         return (head + body).ljust(STATE_NBYTES, b"\0")
+
+    @classmethod
+    def read(cls, path: Path) -> StateBlock:
+        """Read a partition's.
+
+        Raises
+        ------
+        FormatVersionError
+            For a later version.
+        StoreError
+            Where it is damaged or something else.
+        OSError
+            Where it cannot be read.
+        """
+        try:
+            raw = read_inside(path, ARRAY_FILE, STATE_NBYTES)
+        except NotPlainError as error:
+            raise StoreError(f"{path.name}: not a state block: {error.strerror}.") from error
+        return cls.unpack(raw, f"{path.parent.name}/{path.name}")
 
     @classmethod
     def unpack(cls, raw: bytes, where: object) -> StateBlock:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hicache_tier.errors import FormatVersionError, StoreError
 
 from .capacity import PARTITION_NAME
+from .inside import NAMESPACE_FILE
 from .metadata import read_attributes
 from .opening import check_root
 from .partition import PartitionPaths
@@ -97,7 +98,7 @@ def survey(root: str | os.PathLike[str]) -> Survey:
 def _add_namespace(found: Survey, path: Path) -> None:
     space = Namespace(path.name)
     try:
-        space.identity = read_attributes(path)
+        space.identity = read_attributes(path, NAMESPACE_FILE)
     except FormatVersionError:
         raise
     except StoreError as error:

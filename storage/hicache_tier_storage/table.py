@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .inside import open_inside
 from .record import GENERATION_WORD, RECORD_NBYTES, RECORD_WORDS
 from .slab import SlabDamagedError, StoreFile
 
@@ -41,9 +42,8 @@ class MappedTable:
     def __init__(self, file: StoreFile) -> None:
         self.file = file
         self._path = os.fspath(file.path)
-        flags = (os.O_RDWR if file.writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            fd = os.open(self._path, flags)
+            fd = open_inside(file.path, file.depth, os.O_RDWR if file.writable else os.O_RDONLY)
         except FileNotFoundError as error:
             raise SlabDamagedError(f"{file.path.name} is missing") from error
         except OSError as error:

@@ -19,6 +19,7 @@ from hicache_tier.errors import StoreFullError
 from .creation import documents_agree, existing_facts, slots_in_use, write_documents
 from .eviction import LeafLru
 from .growth import Growth
+from .inside import ARRAY_FILE
 from .journal import Journal
 from .locks import let_go
 from .metadata import replace_file
@@ -123,12 +124,13 @@ class WriterPartition(Partition):
         self.no_room = "capacity"
         self.state, self._suspect_boot, trouble = opened_state(paths, facts.shape, self.capacity)
         if not documents_agree(paths, facts, self.capacity):
-            write_documents(paths, facts, layout, self.capacity)
+            write_documents(paths, facts, layout, self.capacity, budget.access)
         if trouble:
             self.report(trouble)
         self.sequence = self.state.sequence
-        self._journal = Journal(paths.journal, writable=True)
+        self._journal = Journal(paths.journal, writable=True, access=budget.access)
         self._growth = Growth(self, budget)
+        self._files_access = budget.access
         try:
             self._load(self.capacity)
             self._write_state(clean=False)
@@ -432,7 +434,7 @@ class WriterPartition(Partition):
             sequence=self.sequence,
             capacity=self.capacity,
         )
-        replace_file(self.paths.state, self.state.pack())
+        replace_file(self.paths.state, self.state.pack(), ARRAY_FILE, self._files_access)
 
     def sync_and_close(self) -> None:
         """Sync slabs, then tables, then state that the partition is clean; let go of it.

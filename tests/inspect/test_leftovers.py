@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
-import pathlib
 
 import pytest
 
 from hicache_tier.errors import StoreError
+from hicache_tier_storage import metadata
+from hicache_tier_storage import state as states
 from hicache_tier_storage.inspection import inspect_root
 
 
@@ -30,15 +31,15 @@ def test_only_the_stores_own_leftovers_go(stored, tools):
 
 
 def test_a_partition_that_cannot_be_read_now_is_kept(stored, tools, monkeypatch):
-    group, real = stored.partition / "zarr.json", pathlib.Path.open
+    group, real = stored.partition / "zarr.json", metadata.read_inside
 
-    def refused(path, *args, **options):
+    def refused(path, *args):
         if path == group:
             raise OSError(errno.EMFILE, "Too many open files")
-        return real(path, *args, **options)
+        return real(path, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(pathlib.Path, "open", refused)
+        patched.setattr(metadata, "read_inside", refused)
         with pytest.raises(StoreError, match="Too many open files"):
             tools.open_store(stored.root)
     with tools.open_store(stored.root) as store:
@@ -55,15 +56,15 @@ def test_a_damaged_namespace_group_is_written_again(stored, tools):
 
 
 def test_a_state_block_that_cannot_be_read_now_is_an_error_not_a_loss(stored, tools, monkeypatch):
-    state, real = stored.partition / "state" / "c.0", pathlib.Path.open
+    state, real = stored.partition / "state" / "c.0", states.read_inside
 
-    def refused(path, *args, **options):
+    def refused(path, *args):
         if path == state:
             raise OSError(errno.EIO, "Input/output error")
-        return real(path, *args, **options)
+        return real(path, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(pathlib.Path, "open", refused)
+        patched.setattr(states, "read_inside", refused)
         with pytest.raises(StoreError):
             tools.open_store(stored.root)
     with tools.open_store(stored.root) as store:

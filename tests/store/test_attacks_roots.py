@@ -241,15 +241,15 @@ def test_a_slab_that_cannot_be_removed_is_reported_and_passed_over(shop, keys, m
     old = shop.open()
     shop.put(old, keys[:200])
     old.close()
-    real = type(slab_of(old)).unlink
+    real = capacity.remove_inside
 
-    def unlink(path, **options):
+    def remove(path, depth):
         if path == slab_of(old, 0):
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-        real(path, **options)
+        real(path, depth)
 
     other = shop.open(model="other")
-    monkeypatch.setattr(type(slab_of(old)), "unlink", unlink)
+    monkeypatch.setattr(capacity, "remove_inside", remove)
     assert shop.put(other, keys[:240]).count("stored") > 200
     assert slab_of(old, 0).exists()
     assert caplog.text.count("cannot be removed") == 1

@@ -16,7 +16,7 @@ GEOMETRY = KVGeometry.mha(num_layers=1, num_kv_heads=1, head_dim=8, dtype="int8"
 SLABS, SLOTS = 8, 65_536
 
 
-def sparse_slab(path, shape):
+def sparse_slab(path, shape, *_):
     """Make a slab without taking disk: a hole, then the index."""
     with path.open("wb") as file:
         file.seek(shape.data_nbytes)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hicache_tier_storage.access import Access
+from hicache_tier_storage.inside import read_inside
 from hicache_tier_storage.metadata import sync_directory
 
 from .documents import ARCHIVE_FORMAT
@@ -25,6 +27,7 @@ MANIFEST = "zarr.json"
 STATE = ".hct-export"  # what a resumed export needs to know; gone from a finished archive
 _JOB = f"{STATE}/job.json"
 _MAX_JOB_NBYTES = 1 << 20
+_MAX_STATE_NBYTES = 256 << 20
 
 
 class Destination(Protocol):
@@ -129,7 +132,7 @@ class FolderDestination:
         if self._work.exists() and not (self._work / STATE).is_dir() and any(self._work.iterdir()):
             raise ArchiveExistsError(f"{self._work} is in the way: an export writes there, and it is none.")
         try:
-            (self._work / STATE).mkdir(mode=0o700, parents=True, exist_ok=True)
+            Access.PRIVATE.make_folder(self._work / STATE)
             self._lock = os.open(self._work / STATE / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ArchiveError(f"{place.text} cannot be written: {error.strerror}.") from error
@@ -144,14 +147,14 @@ class FolderDestination:
     def get(self, name: str) -> bytes | None:
         """Return a file's bytes, or None where there is none."""
         try:
-            return (self._work / name).read_bytes()
+            return read_inside(self._work / name, name.count("/") + 1, _MAX_STATE_NBYTES)
         except FileNotFoundError:
             return None
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file."""
         draft = self.scratch / "put"
-        with draft.open("wb") as file:
+        with open(draft, "wb", opener=_private) as file:
             file.write(data)
             file.flush()
             if self._sync:
@@ -161,7 +164,7 @@ class FolderDestination:
     def publish(self, path: Path, name: str) -> None:
         """Rename a draft into place."""
         target = self._work / name
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Access.PRIVATE.make_folder(target.parent)
         path.replace(target)
 
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -247,11 +250,19 @@ def _is_archive(place: Place) -> bool:
         return False
 
 
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, as `open` wants it."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 def pack_zip(folder: Path, *, sync: bool) -> Path:
     """Store a folder's files in a zip beside it, uncompressed, the manifest last; return its path."""
     target = folder.with_name(folder.name + ".zip")
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED, allowZip64=True) as packed:
+    with (
+        open(target, "wb", opener=_private) as whole,
+        zipfile.ZipFile(whole, "w", zipfile.ZIP_STORED, allowZip64=True) as packed,
+    ):
         for path in (*files, folder / MANIFEST):
             info = zipfile.ZipInfo(str(path.relative_to(folder)))
             info.external_attr = 0o600 << 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class Selection:
     namespaces: tuple[str, ...] = ()
     keys: frozenset[bytes] | None = None
     prompts: tuple[NDArray[np.uint32], ...] | None = None
-    tenants: tuple[str, ...] = ()
+    tenants: tuple[str, ...] = field(default=(), repr=False)
     max_nbytes: int | None = None
     first: str = "used"
 

@@ -9,6 +9,7 @@ from hicache_tier.errors import FormatVersionError, StoreError
 from hicache_tier.geometry import KVGeometry
 from hicache_tier_storage.capacity import PARTITION_NAME
 from hicache_tier_storage.documents import read_state
+from hicache_tier_storage.inside import PARTITION_FILE
 from hicache_tier_storage.liveness import live_writers
 from hicache_tier_storage.metadata import read_attributes
 from hicache_tier_storage.partition import PartitionFacts
@@ -110,7 +111,7 @@ def _add(parts: dict[PartName, PartSource], space: Namespace, paths: PartitionPa
     told = space.identity.get("pools", {}).get(name.pool)
     if told is None or KVGeometry.from_dict(told) != facts.geometry:
         raise StoreError(f"its geometry is not that of the namespace's pool {name.pool!r}.")
-    order = read_attributes(paths.root).get("axis_order")
+    order = read_attributes(paths.root, PARTITION_FILE).get("axis_order")
     if order != space.identity.get("axis_order"):
         raise StoreError(f"its axis order {order!r} is not the namespace's.")
     state, problem = read_state(paths, facts)
