@@ -26,7 +26,7 @@ QUEUES = ("aio", "io_uring")  # POSIX AIO fails later transfers after one error
 GPU_PLUGINS = ("GDS_MT", "GDS")
 _KERNEL_QUEUE = 256
 _SUBMITTED_A_POLL = 64  # the plug-in hands that many to the kernel each time it is asked how it goes
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 50e-6, 2e-3
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 50e-6, 1e-3
 _NUMBERS = itertools.count()
 
 
@@ -206,7 +206,7 @@ class NixlLane:
                 spent = time.monotonic() - start
                 if spent > self._deadline_s:
                     raise LaneTimeoutError(f"no end after {self._deadline_s:.0f} s")
-                pause = min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, spent / 8))
+                pause = min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, spent / 16))
             try:
                 with self._turn:
                     state = agent.check_xfer_state(handle)
