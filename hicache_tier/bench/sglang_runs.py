@@ -21,7 +21,7 @@ from hicache_tier.integrations.sglang.names import names_of
 from .timing import Contestant, ratio, take_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 BATCH_PAGES = 128  # as SGLang's controller cuts its transfers
@@ -221,7 +221,7 @@ def prefetch(
             sum(ours.store.get(names[first:last], plain, np.arange(first, last))) for first, last in batches
         )
 
-    ways = {
+    ways: dict[str, Callable[[], int]] = {
         "adapter": lambda: through(HiCacheController._page_get_zero_copy, storage),  # noqa: SLF001
         "store": by_store,
         "file": lambda: through(HiCacheController._generic_page_get, file),  # noqa: SLF001

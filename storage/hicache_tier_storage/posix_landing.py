@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 def _preadv2() -> Any:  # noqa: ANN401 - a function of the C library
     """Return the call, or None where the C library has none."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "preadv64v2", None)
+    if not hasattr(os, "RWF_NOWAIT"):
+        return None
     if call is not None:
         call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
         call.restype = ctypes.c_ssize_t

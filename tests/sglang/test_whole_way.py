@@ -182,3 +182,40 @@ def test_clear_empties_the_store(tmp_path, context):
     caches.forget()
     assert caches.prefetch(tokens) == len(tokens)
     assert caches.detach()[0]
+
+
+def test_several_drives_make_one_store(tmp_path, context):
+    from hicache_tier.testing.sglang_rig import Caches, extra_config, prompt
+
+    roots = [str(tmp_path / name) for name in ("one", "two", "three")]
+    caches = Caches(context(), "page_first")
+    config = extra_config("", roots=roots)
+    del config["root"]
+    assert caches.attach(config)[0]
+    tokens = prompt(1, 24)
+    caches.compute(tokens)
+    caches.forget()
+    assert caches.prefetch(tokens) == len(tokens)
+    assert caches.load_back(tokens) == len(tokens)
+    assert caches.right(tokens)
+    stats = caches.storage.desk.pools["kv"].store.stats()
+    assert sum(root["pages"] for root in stats["roots"]) == 24
+    assert all(root["pages"] for root in stats["roots"])
+    assert caches.detach()[0]
+
+
+def test_prefix_keys_chain_pages_over_batches(tmp_path, context):
+    """Pages of a chain are evicted from its end, whichever batches they were stored in."""
+    from hicache_tier.testing.sglang_rig import Caches, extra_config, prompt
+
+    caches = Caches(context(), "page_first")
+    assert caches.attach(extra_config(tmp_path / "root", hicache_storage_pass_prefix_keys=True))[0]
+    tokens = prompt(1, 6)
+    caches.compute(tokens[: 3 * 16])
+    caches.compute(tokens)
+    from hicache_tier_storage.inspection import inspect_root
+
+    caches.detach()
+    (space,) = inspect_root(tmp_path / "root")["namespaces"]
+    (partition,) = space["partitions"]
+    assert partition["chains"] == {"roots": 1, "leaves": 1, "longest": 6, "orphans": 0}

@@ -208,6 +208,7 @@ class Desk:
         if closer.is_alive():
             _LOG.error("storage hangs: it is left to close in the background")
         self._side.close()
+        self.pools = {}  # and with them SGLang's memory
 
     def _close_stores(self) -> None:
         for name, pool in list(self.pools.items()):
