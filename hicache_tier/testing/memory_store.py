@@ -39,7 +39,7 @@ class MemoryStore:
         What is stored.
     plan : dict[str, callable]
         By verb (`put`, `get`, `match_prefix`): called with the keys before the call does anything; it may
-        raise, sleep, or wait (`Gate`).
+        raise, sleep, or wait (`faults.Gate`).
     refuse : dict[bytes, str]
         Keys whose pages `put` and `get` fail, with the reason.
     claims : set[bytes]
@@ -118,48 +118,3 @@ class MemoryStore:
             self.calls[verb] += 1
         if verb in self.plan:
             self.plan[verb](keys)
-
-
-class Gate:
-    """Holds the calls that come to it until it is opened: a store that hangs, and comes back.
-
-    Attributes
-    ----------
-    waiting : int
-        Calls held now.
-    """
-
-    def __init__(self) -> None:
-        self.waiting = 0
-        self._open = False
-        self._passes = 0
-        self._changed = threading.Condition()
-
-    def __call__(self, keys: Sequence[bytes]) -> None:
-        """Wait for the gate to open, or for one pass."""
-        del keys
-        with self._changed:
-            self.waiting += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._open or self._passes)
-            self._passes -= not self._open
-            self.waiting -= 1
-            self._changed.notify_all()
-
-    def let_one_pass(self) -> None:
-        """Let one call through, now or when it comes."""
-        with self._changed:
-            self._passes += 1
-            self._changed.notify_all()
-
-    def open(self) -> None:
-        """Hold nothing any more."""
-        with self._changed:
-            self._open = True
-            self._changed.notify_all()
-
-    def wait_for(self, count: int, timeout_s: float = 5.0) -> None:
-        """Wait until `count` calls are held; raises `TimeoutError`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.waiting >= count, timeout_s):
-                raise TimeoutError(f"{self.waiting} calls are held after {timeout_s} s, not {count}")

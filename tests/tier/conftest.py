@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hicache_tier import open_store
-from hicache_tier.testing.memory_store import Gate, MemoryStore
+from hicache_tier.testing.faults import Gate
+from hicache_tier.testing.memory_store import MemoryStore
 from hicache_tier.testing.tier_rig import GEOMETRY, Rig
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from hicache_tier import open_store
 from hicache_tier.errors import ClosedError
-from hicache_tier.testing.memory_store import Gate, MemoryStore
+from hicache_tier.testing.faults import Gate
+from hicache_tier.testing.memory_store import MemoryStore
 from hicache_tier.testing.tier_rig import GEOMETRY, Rig, chain
 
 PROMPT_S = 0.5  # what "at once" means on a busy machine

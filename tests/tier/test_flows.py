@@ -7,7 +7,8 @@ import torch
 
 from hicache_tier import DevicePool, HostPool, KVGeometry, Tier, UnsupportedTransferError
 from hicache_tier.errors import ClosedError, InvalidArgumentError
-from hicache_tier.testing.memory_store import Gate, MemoryStore
+from hicache_tier.testing.faults import Gate
+from hicache_tier.testing.memory_store import MemoryStore
 from hicache_tier.testing.tier_rig import GEOMETRY, Rig, chain
 from hicache_tier.tier.breaker import Breaker
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from hicache_tier.testing.memory_store import Gate, MemoryStore
+from hicache_tier.testing.faults import Gate
+from hicache_tier.testing.memory_store import MemoryStore
 from hicache_tier.testing.tier_rig import GEOMETRY, Rig, chain
 
 HOST_PAGES = 8

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _NBYTES = 4096
+_NAME_AT = 2048
 
 
 class Phase(IntEnum):
@@ -59,7 +60,8 @@ class Board:
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         raw = np.memmap(path, np.uint8, "w+" if create else "r+", shape=_NBYTES)
-        self._words = raw.view(np.int64)
+        self._words = raw[:_NAME_AT].view(np.int64)
+        self._name = memoryview(raw)[_NAME_AT : _NAME_AT + 32]
 
     def __getitem__(self, field: Field) -> int:
         return int(self._words[field])
@@ -76,11 +78,18 @@ class Board:
         self._words[Field.OPERATION] += 1
         self._words[Field.STARTED_NS] = time.monotonic_ns()
 
-    def end(self) -> None:
-        """Note that it has ended."""
+    def end(self, name: str) -> None:
+        """Note that it has ended, and what it was."""
         took_ns = time.monotonic_ns() - self[Field.STARTED_NS]
         self._words[Field.STARTED_NS] = 0
-        self._words[Field.SLOWEST_NS] = max(self[Field.SLOWEST_NS], took_ns)
+        if took_ns > self[Field.SLOWEST_NS]:
+            self._words[Field.SLOWEST_NS] = took_ns
+            self._name[:] = name.encode().ljust(len(self._name))[: len(self._name)]
+
+    @property
+    def slowest(self) -> tuple[float, str]:
+        """Seconds that the slowest operation took, time that its process stood still included; its name."""
+        return self[Field.SLOWEST_NS] / 1e9, bytes(self._name).decode().strip()
 
     def restart(self) -> None:
         """Make ready for the next process: what is counted stays."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arena import Arena
-from .board import COUNTED, Field
+from .board import COUNTED
 from .disk import mount_small_disk, unmount
 from .resources import held, memory_folder, more
 from .vandal import Vandal
@@ -200,7 +200,7 @@ class Session:
             post.ask_to_end()
         until_s = time.monotonic() + _END_S
         for post in self.posts:
-            if not post.ended(until_s):
+            if not post.ended(until_s) and not post.killed:
                 self.counts["stuck_calls"] += post.code is None
                 self.counts["crashes"] += bool(post.code)
                 self.problems.append(f"{post.name} did not end in order: {post.code}")
@@ -220,7 +220,7 @@ class Session:
         totals = self._totals()
         if self._findings.exists():
             self.problems += self._findings.read_text().splitlines()
-        slowest_ns = max(post.board[Field.SLOWEST_NS] for post in self.posts)
+        slowest_s, slowest = max(post.board.slowest for post in self.posts)
         return {
             "kills": sum(post.kills for post in self.posts),
             "reads_checked": totals["reads"],
@@ -243,7 +243,7 @@ class Session:
             "exports": totals["exports"],
             "damage": {**self.vandal.done, "foreign_zarr_writes": totals["foreign_writes"]},
             "full_disk": self.no_small_disk or "tmpfs",
-            "slowest_call_s": round(slowest_ns / 1e9, 2),
+            "slowest_call": {"name": slowest, "seconds": round(slowest_s, 2)},
             "problems": self.problems[:20],
         }
 

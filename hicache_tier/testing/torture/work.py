@@ -87,13 +87,13 @@ class Worker:
         return bool(self.board[Field.STOP])
 
     @contextmanager
-    def operation(self) -> Iterator[None]:
+    def operation(self, name: str) -> Iterator[None]:
         """Have the block watched: one that does not end in time is stuck."""
         self.board.begin()
         try:
             yield
         finally:
-            self.board.end()
+            self.board.end(name)
 
     def find(self, what: str, **facts: object) -> None:
         """Write down a finding."""
@@ -109,7 +109,7 @@ class Worker:
         duty, until_s = self.duty, time.monotonic() + _OPEN_PATIENCE_S
         while True:
             try:
-                with self.operation():
+                with self.operation("open"):
                     return open_store(
                         duty.root,
                         GEOMETRY,
@@ -131,7 +131,7 @@ class Worker:
     def get(self, store: PageStore, numbers: Sequence[int]) -> list[bool]:
         """Load pages and check every byte of them; tell which came."""
         self.pool.blank(len(numbers))
-        with self.operation():
+        with self.operation("get"):
             statuses = store.get(keys_of(numbers), self.pool, range(len(numbers)))
         loaded = [bool(status) for status in statuses]
         wrong = self.pool.wrong(numbers, loaded)
@@ -152,7 +152,7 @@ class Worker:
         """Read a prompt: as much of it as there is, or whatever there is of it, holes and all."""
         numbers = self.prefix()
         if self.random.random() < 0.5:
-            with self.operation():
+            with self.operation("match"):
                 found = store.match_prefix(keys_of(numbers))
             numbers = numbers[:found]
         self.get(store, numbers)
@@ -173,7 +173,7 @@ class Reader(Worker):
                 self.read_prefix(store)
             else:
                 self.get(store, self.random.sample(range(NUMBERS), 16))
-        with self.operation():
+        with self.operation("close"):
             store.close()
         self.count_leaks(before)
 
@@ -206,7 +206,7 @@ class Writer(Reader):
             if self._over():
                 break
             self.step(store)
-        with self.operation():
+        with self.operation("close"):
             store.close()
         del self.ledger  # its map has a descriptor
         self.count_leaks(before)
@@ -250,7 +250,7 @@ class Writer(Reader):
         first = self.random.randrange(len(numbers))
         numbers = numbers[first : first + self.random.randrange(1, BATCH + 1)]
         self.pool.fill(numbers)
-        with self.operation():
+        with self.operation("put"):
             statuses = store.put(
                 keys_of(numbers), self.pool, range(len(numbers)), parents=parents_of(numbers)
             )
@@ -264,14 +264,14 @@ class Writer(Reader):
     def delete(self, store: PageStore, numbers: Sequence[int]) -> None:
         """Remove pages of a prompt."""
         self.ledger.at_risk[list(numbers)] = True
-        with self.operation():
+        with self.operation("delete"):
             store.delete(keys_of(numbers))
         self.tell(store)
 
     def clear(self, store: PageStore) -> None:
         """Remove everything that this process holds."""
         self.ledger.at_risk[:] = True
-        with self.operation():
+        with self.operation("clear"):
             store.clear()
         self.tell(store)
 
@@ -284,9 +284,9 @@ class Exporter(Worker):
         self.board[Field.PHASE] = Phase.RUNNING
         target = Path(self.duty.board).with_suffix(".archive")
         try:
-            with self.operation():
+            with self.operation("export"):
                 export_archive(self.duty.root, target, threads=1, overwrite=True)
-            with self.operation(), open_archive(target) as archive:
+            with self.operation("read archive"), open_archive(target) as archive:
                 for part in archive.parts:
                     self.check(part)
         except StoreError:  # a root that nobody has made yet, or without a page
