@@ -13,7 +13,7 @@ import pytest
 
 from hicache_tier.errors import ClosedError, InvalidArgumentError
 from hicache_tier.testing.array_pool import keys_of
-from hicache_tier.testing.memory_store import Gate
+from hicache_tier.testing.faults import FaultyEngine, Hang, going_out
 from hicache_tier.testing.store_rig import writer_of
 from hicache_tier_storage import putter
 from hicache_tier_storage.eviction import LeafLru
@@ -24,16 +24,10 @@ def descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-class Held(PosixEngine):
-    """Writes wait at a gate."""
-
-    def __init__(self):
-        super().__init__(direct=False, threads=1)
-        self.gate = Gate()
-
-    def write(self, batch):
-        self.gate(())
-        return super().write(batch)
+def held():
+    """Return an engine whose writes wait at a gate, and the gate."""
+    hang = Hang(going_out)
+    return FaultyEngine(PosixEngine(direct=False, threads=1), hang), hang.gate
 
 
 def test_an_exception_right_after_the_claim_leaves_no_page_claimed(shop, keys, monkeypatch):
@@ -68,15 +62,15 @@ def test_nobody_waits_for_a_call_that_ended_without_letting_go(shop, keys, monke
 
 def test_a_put_waits_for_anothers_page_only_so_long(shop, keys, monkeypatch):
     monkeypatch.setattr(putter, "_WAIT_S", 0.2)
-    engine = Held()
+    engine, gate = held()
     store = shop.open(engine=engine, io_mode="auto", threads=None)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(shop.put, store, keys[:3])
-        engine.gate.wait_for(1)
+        gate.wait_for(1)
         started = time.monotonic()
         assert shop.put(store, keys[:3]) == ["lost_race"] * 3
         assert time.monotonic() - started < 5
-        engine.gate.open()
+        gate.open()
         assert first.result(10) == ["stored"] * 3
     assert shop.put(store, keys[:3]) == ["already_stored"] * 3
 
@@ -94,14 +88,14 @@ def test_a_stored_page_is_pinned_by_a_put_that_asks_for_it(shop, keys):
 
 
 def test_a_put_that_waited_for_another_pins_its_pages_too(shop, keys):
-    engine = Held()
+    engine, gate = held()
     store = shop.open(engine=engine, io_mode="auto", threads=None)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(shop.put, store, keys[:3])
-        engine.gate.wait_for(1)
+        gate.wait_for(1)
         second = pool.submit(shop.put, store, keys[:3], pin=True)
         time.sleep(0.1)
-        engine.gate.open()
+        gate.open()
         assert first.result(10) == ["stored"] * 3
         assert all(second.result(10))
     assert writer_of(store).pinned.sum() == 3

@@ -17,6 +17,7 @@ import pytest
 
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.testing.array_pool import ArrayPool, blank_pages, fill_pages, keys_of, read_page
+from hicache_tier.testing.faults import Fail, FaultyEngine, coming_in
 from hicache_tier.testing.store_rig import (
     GEOMETRY,
     PAGE_NBYTES,
@@ -505,26 +506,19 @@ def test_the_ring_is_read_across_its_end(tmp_path):
     reader.close()
 
 
-class Interrupted(PosixEngine):
-    now = False
-
-    def read(self, batch):
-        if self.now:
-            raise KeyboardInterrupt
-        return super().read(batch)
-
-
 def test_an_interrupt_leaves_no_page_pinned(shop):
     other = shop.open()
     shop.put(other, A[:8])
-    engine = Interrupted(direct=False, threads=1)
+    interrupt = Fail(KeyboardInterrupt(), coming_in)
+    interrupt.on = False
+    engine = FaultyEngine(PosixEngine(direct=False, threads=1), interrupt)
     store = shop.open(engine=engine, io_mode="auto", threads=None)
     shop.put(store, B[:8])
     assert seen(store, A[:8])
-    engine.now = True
+    interrupt.on = True
     with pytest.raises(KeyboardInterrupt):
         shop.get(store, A[:8] + B[:8])
-    engine.now = False
+    interrupt.on = False
     writer = writer_of(store)
     assert not writer.pins.any()
     store.delete(B[:8])

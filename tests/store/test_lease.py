@@ -17,6 +17,7 @@ from hicache_tier.testing.array_pool import (
     read_page,
     write_page,
 )
+from hicache_tier.testing.faults import FaultyEngine, Hang
 from hicache_tier_storage import open_store
 from hicache_tier_storage.lease import Lease
 from hicache_tier_storage.posix import PosixEngine
@@ -27,44 +28,16 @@ NBYTES = GEOMETRY.page_nbytes
 BLANK = b"\xa5" * NBYTES
 
 
-class Gate:
-    """A byte engine that keeps each call waiting before and after the bytes move, until told."""
+def held(inner, moment="before", *, lands=False):
+    """Return an engine whose calls can be held before or after the bytes move, and what holds them.
 
-    name = "gate"
-
-    def __init__(self, inner):
-        self.inner = inner
-        self.mode = inner.mode
-        self.before = threading.Event()
-        self.after = threading.Event()
-        self.entered = threading.Event()
-        self.open()
-
-    def open(self):
-        self.before.set()
-        self.after.set()
-
-    def write(self, batch):
-        return self._move(self.inner.write, batch)
-
-    def read(self, batch):
-        return self._move(self.inner.read, batch)
-
-    def _move(self, call, batch):
-        self.entered.set()
-        assert self.before.wait(20)
-        reasons = call(batch)
-        assert self.after.wait(20)
-        return reasons
-
-    def close(self):
-        self.inner.close()
-
-
-class LandingGate(Gate):
-    """One that reads to memory of its own, as `posix` does."""
-
-    lands = True
+    `lands` as `posix`: it reads to memory of its own.
+    """
+    hang = Hang(after=moment == "after")
+    hang.on = False
+    engine = FaultyEngine(inner, hang)
+    engine.lands = lands
+    return engine, hang
 
 
 class View:
@@ -105,7 +78,7 @@ def in_thread(call):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_leased_get_brings_the_bytes_that_a_plain_one_brings(tmp_path, pool, mode, wrapped):
     engine = posix(tmp_path, mode)
-    store = opened(tmp_path, pool, Gate(engine) if wrapped else engine)
+    store = opened(tmp_path, pool, held(engine)[0] if wrapped else engine)
     keys, pages = keys_of("k", 40), list(np.random.default_rng(1).permutation(64)[:40])
     fill_pages(pool, pages, keys, NBYTES)
     assert all(store.put(keys, View(pool), pages))
@@ -120,29 +93,26 @@ def test_a_leased_get_brings_the_bytes_that_a_plain_one_brings(tmp_path, pool, m
     engine.close()
 
 
-@pytest.mark.parametrize("kind", [Gate, LandingGate])
+@pytest.mark.parametrize("lands", [False, True])
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_get_that_was_left_writes_nothing_and_loses_nothing(tmp_path, pool, kind, moment):
-    engine = kind(posix(tmp_path, "buffered"))
+def test_a_get_that_was_left_writes_nothing_and_loses_nothing(tmp_path, pool, lands, moment):
+    engine, hang = held(posix(tmp_path, "buffered"), moment, lands=lands)
     store = opened(tmp_path, pool, engine)
     keys, pages = keys_of("k", 8), list(range(8))
     fill_pages(pool, pages, keys, NBYTES)
     assert all(store.put(keys, pool, pages))
     blank_pages(pool, pages, NBYTES)
     view = View(pool)
-    getattr(engine, moment).clear()
-    engine.entered.clear()
+    hang.on = True
     thread, answer = in_thread(lambda: store.get(keys, view, pages))
-    assert engine.entered.wait(10)
-    if kind is LandingGate and moment == "after":
-        engine.before.wait(10)
-        while not all(pages_equal(pool, pages, keys, NBYTES)):  # it delivers while the lease lasts
-            pass
+    hang.gate.wait_for()
+    if lands and moment == "after":  # it delivers while the lease lasts
+        assert all(pages_equal(pool, pages, keys, NBYTES))
     view.lease.end()
     blank_pages(pool, pages, NBYTES)
-    engine.open()
+    hang.gate.open()
     thread.join(20)
-    if not (kind is LandingGate and moment == "after"):
+    if not (lands and moment == "after"):
         assert [status.reason for status in answer[0]] == ["abandoned"] * 8
     assert all(read_page(pool, page) == BLANK for page in pages)
     assert all(store.get(keys, View(pool), pages))  # and they are still there
@@ -152,19 +122,18 @@ def test_a_get_that_was_left_writes_nothing_and_loses_nothing(tmp_path, pool, ki
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_put_that_was_left_commits_nothing(tmp_path, pool, moment):
-    engine = Gate(posix(tmp_path, "buffered"))
+    engine, hang = held(posix(tmp_path, "buffered"), moment)
     store = opened(tmp_path, pool, engine)
     keys, pages = keys_of("k", 8), list(range(8))
     fill_pages(pool, pages, keys, NBYTES)
     view = View(pool)
-    getattr(engine, moment).clear()
-    engine.entered.clear()
+    hang.on = True
     thread, answer = in_thread(lambda: store.put(keys, view, pages))
-    assert engine.entered.wait(10)
+    hang.gate.wait_for()
     view.lease.end()
     for page in pages:
         write_page(pool, page, BLANK)  # as an engine reuses its pages
-    engine.open()
+    hang.gate.open()
     thread.join(20)
     assert [status.reason for status in answer[0]] == ["abandoned"] * 8
     assert store.match_prefix(keys) == 0
@@ -178,12 +147,12 @@ def test_a_put_that_was_left_commits_nothing(tmp_path, pool, moment):
 
 
 def test_a_put_under_a_lease_that_is_over_moves_nothing(tmp_path, pool):
-    engine = Gate(posix(tmp_path, "buffered"))
+    engine, _ = held(posix(tmp_path, "buffered"))
     store = opened(tmp_path, pool, engine)
     view = View(pool)
     view.lease.end()
     assert [s.reason for s in store.put(keys_of("k", 2), view, [0, 1])] == ["abandoned"] * 2
-    assert not engine.entered.is_set()
+    assert not engine.calls
     store.close()
 
 

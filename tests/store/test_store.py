@@ -10,9 +10,11 @@ from hicache_tier.errors import ClosedError
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.layout import Layout
 from hicache_tier.testing.array_pool import ArrayPool, fill_pages, pages_equal
+from hicache_tier.testing.faults import Fail, Fault, FaultyEngine, ForgetVerdicts, Hang
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier.testing.store_rig import GEOMETRY, PAGE_NBYTES
 from hicache_tier_storage import open_store
+from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.probe import probe_posix
 
 
@@ -112,57 +114,36 @@ def test_read_only_reads_what_others_write_and_changes_nothing(shop, keys, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-class Hanging:
-    """An engine that waits in every call until it is let go."""
-
-    name, mode = "hanging", "never"
-
-    def __init__(self):
-        self.go = threading.Event()
-        self.inside = threading.Event()
-        self.closed = False
-
-    def write(self, batch):
-        self.inside.set()
-        self.go.wait(20)
-        return [""] * len(batch)
-
-    read = write
-
-    def close(self):
-        self.closed = True
-
-
 def test_close_gives_up_on_a_call_that_hangs_and_its_end_cleans_up(shop, keys, caplog):
-    engine = Hanging()
-    store = shop.open(engine=engine)
+    hang = Hang()
+    engine = FaultyEngine(PosixEngine(direct=False, threads=2), hang)
+    store = shop.open(engine=engine, io_mode="auto", threads=None)
     caller = threading.Thread(target=shop.put, args=(store, keys[:2]))
     caller.start()
-    assert engine.inside.wait(5)
+    hang.gate.wait_for()
     store.close(0.2)
     assert "did not return" in caplog.text
-    assert not engine.closed
     with pytest.raises(ClosedError):
         shop.get(store, keys[:1])
-    engine.go.set()
+    hang.gate.open()
     caller.join(5)
     assert not caller.is_alive()
-    assert not engine.closed, "it is the caller's, and may serve other stores"
+    other = shop.open(tenant="other", engine=engine, io_mode="auto", threads=None)
+    assert shop.put(other, keys[:40]) == ["stored"] * 40, "it is the caller's, and may serve other stores"
     again = shop.open()  # the lock was given back: the same partition
     assert again.stats()["partition"] == store.stats()["partition"]
 
 
-@pytest.mark.parametrize("fault", ["raise", "short", "none"])
+class NoAnswer(Fault):
+    def strike(self, call, go):
+        return None
+
+
+@pytest.mark.parametrize("fault", [Fail(RuntimeError("boom")), ForgetVerdicts(), NoAnswer()])
 def test_an_engine_that_breaks_its_contract_costs_its_pages_only(shop, keys, fault):
-    class Broken(Hanging):
-        def write(self, batch):
-            if fault == "raise":
-                raise RuntimeError("boom")
-            return None if fault == "none" else [""] * (len(batch) - 1)
-
-        read = write
-
-    store = shop.open(engine=Broken())
+    store = shop.open(
+        engine=FaultyEngine(PosixEngine(direct=False, threads=2), fault), io_mode="auto", threads=None
+    )
     pages = store.stats()["pages"]
     for _ in range(70):  # more than there are slots: none is lost
         reasons = {reason.partition(":")[0] for reason in shop.put(store, keys[:4])}
@@ -170,21 +151,17 @@ def test_an_engine_that_breaks_its_contract_costs_its_pages_only(shop, keys, fau
     assert store.stats()["pages"] == pages == 0
     assert not store._core.writing
     assert not store._core.writer.pins.any()
-    store._core.engine = shop.open(tenant="other")._core.engine
+    fault.on = False
     assert shop.put(store, keys[:4]) == ["stored"] * 4
-    store._core.engine = Broken()
+    fault.on = True
     assert {reason.partition(":")[0] for reason in shop.get(store, keys[:4])} == {"engine_error"}
     assert not store._core.writer.pins.any()
 
 
 def test_a_lost_race_learns_whether_the_winner_stored_it(shop, keys):
-    class Slow(Hanging):
-        def write(self, batch):
-            super().write(batch)
-            return ["disk_full"] * len(batch)
-
-    engine = Slow()
-    store = shop.open(engine=engine)
+    hang = Hang()
+    engine = FaultyEngine(PosixEngine(direct=False, threads=1), hang, Fail("disk_full"))
+    store = shop.open(engine=engine, io_mode="auto", threads=None)
     verdicts = {}
     host = ArrayPool(GEOMETRY, "page_first", 2)
     fill_pages(host, [0], keys[:1], PAGE_NBYTES)
@@ -194,9 +171,9 @@ def test_a_lost_race_learns_whether_the_winner_stored_it(shop, keys):
 
     first, second = (threading.Thread(target=put, args=(name,)) for name in "ab")
     first.start()
-    assert engine.inside.wait(5)
+    hang.gate.wait_for()
     second.start()
-    engine.go.set()
+    hang.gate.open()
     first.join(5)
     second.join(5)
     assert not any(verdicts.values())

@@ -61,7 +61,7 @@ class Board:
     def __init__(self, path: Path, *, create: bool = False) -> None:
         raw = np.memmap(path, np.uint8, "w+" if create else "r+", shape=_NBYTES)
         self._words = raw[:_NAME_AT].view(np.int64)
-        self._name = memoryview(raw)[_NAME_AT : _NAME_AT + 32]
+        self._name = raw[_NAME_AT : _NAME_AT + 32].data
 
     def __getitem__(self, field: Field) -> int:
         return int(self._words[field])
