@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from .conversion import Conversion
 from .errors import ArchiveError, ArchiveExistsError, NotAnArchiveError
-from .exporting import ExportReport, export_archive
-from .importing import ImportReport, import_archive
+from .export_report import ExportReport
+from .exporting import export_archive
+from .import_report import ImportReport
+from .importing import import_archive
 from .loading import Loaded, load_archive
 from .reader import Archive, ArchivePart, open_archive
 from .selection import Selection
-from .targets import Conversion
 
 __all__ = [
     "Archive",

@@ -6,10 +6,8 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 import zipfile
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hicache_tier_storage.access import Access
@@ -18,15 +16,16 @@ from hicache_tier_storage.metadata import sync_directory
 
 from .documents import ARCHIVE_FORMAT
 from .errors import ArchiveError, ArchiveExistsError
-from .places import Kind, Place, object_store
+from .places import Kind, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 MANIFEST = "zarr.json"
 STATE = ".hct-export"  # what a resumed export needs to know; gone from a finished archive
-_JOB = f"{STATE}/job.json"
-_MAX_JOB_NBYTES = 1 << 20
+JOB = f"{STATE}/job.json"
+_MAXJOB_NBYTES = 1 << 20
 _MAX_STATE_NBYTES = 256 << 20
 
 
@@ -70,6 +69,8 @@ def open_destination(place: Place, job: dict[str, Any], *, overwrite: bool, sync
         Where the place cannot be written.
     """
     if place.kind is Kind.OBJECTS:
+        from .object_destination import ObjectDestination
+
         found: Destination = ObjectDestination(place, overwrite=overwrite)
     else:
         found = FolderDestination(place, overwrite=overwrite, sync=sync)
@@ -83,7 +84,7 @@ def open_destination(place: Place, job: dict[str, Any], *, overwrite: bool, sync
 
 def _match_job(found: Destination, place: Place, job: dict[str, Any], *, overwrite: bool) -> None:
     """Go on with what the same job left; begin anew over another job's only where that was asked for."""
-    old = found.get(_JOB)
+    old = found.get(JOB)
     mine = json.dumps(job, sort_keys=True).encode()
     if old == mine:
         return
@@ -93,9 +94,9 @@ def _match_job(found: Destination, place: Place, job: dict[str, Any], *, overwri
                 f"{place.text} is an unfinished export with other options ({_differences(old, job)}). "
                 "Use the same options to finish it, or --overwrite to begin anew."
             )
-        found.remove([_JOB])
+        found.remove([JOB])
         clear(found)
-    found.put(_JOB, mine)
+    found.put(JOB, mine)
 
 
 def _differences(old: bytes, job: dict[str, Any]) -> str:
@@ -125,6 +126,7 @@ class FolderDestination:
     def __init__(self, place: Place, *, overwrite: bool, sync: bool) -> None:
         self._place = place
         self._sync = sync
+        self._overwrite = overwrite
         self._path = place.path
         self._work = place.path.with_name(place.path.name + ".partial")
         self._replaces = refuse_existing(place, overwrite=overwrite)
@@ -185,6 +187,7 @@ class FolderDestination:
 
     def finish(self, manifest: bytes) -> None:
         """Write the manifest, then let the archive appear under its name."""
+        self._replaces = refuse_existing(self._place, overwrite=self._overwrite)  # it may have come meanwhile
         self.put(MANIFEST, manifest)
         if self._sync:
             for folder in (self._work, *(path for path in self._work.rglob("*") if path.is_dir())):
@@ -224,8 +227,8 @@ def refuse_existing(place: Place, *, overwrite: bool) -> bool:
     path = place.path
     if not path.exists() and not path.is_symlink():
         return False
-    if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
-        path.rmdir()
+    empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    if empty and place.kind is Kind.FOLDER:
         return False
     if not overwrite:
         raise ArchiveExistsError(f"{place.text} exists; --overwrite replaces it.")
@@ -241,10 +244,10 @@ def _is_archive(place: Place) -> bool:
             return False
         if place.kind is Kind.ZIP:
             with zipfile.ZipFile(place.path) as file, file.open(MANIFEST) as manifest:
-                raw = manifest.read(_MAX_JOB_NBYTES << 4)
+                raw = manifest.read(_MAXJOB_NBYTES << 4)
         else:
             with (place.path / MANIFEST).open("rb") as file_:
-                raw = file_.read(_MAX_JOB_NBYTES << 4)
+                raw = file_.read(_MAXJOB_NBYTES << 4)
         return bool(json.loads(raw)["attributes"]["hicache_tier"]["format"] == ARCHIVE_FORMAT)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, zipfile.BadZipFile):
         return False
@@ -273,70 +276,3 @@ def pack_zip(folder: Path, *, sync: bool) -> Path:
         with target.open("rb") as file:
             os.fsync(file.fileno())
     return target
-
-
-class ObjectDestination:
-    """A prefix of an object store. An archive there is finished once its manifest is there.
-
-    Parameters
-    ----------
-    place : Place
-    overwrite : bool
-    """
-
-    def __init__(self, place: Place, *, overwrite: bool) -> None:
-        self._store = object_store(place, create=True)
-        self._place = place
-        raw = self.get(MANIFEST)
-        others = [name for name in self.sizes("") if not name.startswith(f"{STATE}/")]
-        if raw is not None:
-            if not overwrite:
-                raise ArchiveExistsError(f"{place.text} exists; --overwrite replaces it.")
-            if ARCHIVE_FORMAT.encode() not in raw:
-                raise ArchiveExistsError(f"{place.text} exists and is no archive; it is not overwritten.")
-            self.remove([MANIFEST])  # from here on it is no archive for anybody
-            clear(self)
-        elif others and self.get(_JOB) is None:
-            raise ArchiveExistsError(f"{place.text} holds {len(others)} objects that are no archive.")
-        self.scratch = Path(tempfile.mkdtemp(prefix="hct-export-"))
-
-    def get(self, name: str) -> bytes | None:
-        """Return an object's bytes, or None where there is none."""
-        try:
-            return bytes(self._store.get(name).bytes())
-        except FileNotFoundError:
-            return None
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write an object."""
-        self._store.put(name, data)
-
-    def publish(self, path: Path, name: str) -> None:
-        """Upload a draft."""
-        self._store.put(name, path)
-        path.unlink()
-
-    def sizes(self, prefix: str) -> dict[str, int]:
-        """Sizes of the objects below a prefix."""
-        start = f"{prefix}/" if prefix else ""
-        return {
-            meta["path"].removeprefix(start): meta["size"]
-            for batch in self._store.list(prefix or None)
-            for meta in batch
-        }
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Delete objects."""
-        for name in names:
-            with suppress(FileNotFoundError):
-                self._store.delete(name)
-
-    def finish(self, manifest: bytes) -> None:
-        """Write the manifest; what only a resumed export needs goes."""
-        self.put(MANIFEST, manifest)
-        self.remove([f"{STATE}/{name}" for name in self.sizes(STATE)])
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
-    def abandon(self) -> None:
-        """Remove the local drafts."""
-        shutil.rmtree(self.scratch, ignore_errors=True)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.errors import InvalidArgumentError, StoreError
 
 from .candidates import Candidates, key_names, list_pages
 from .codecs import Codec
 from .destination import open_destination, refuse_existing
 from .documents import shard_pages
-from .errors import ArchiveExistsError
+from .errors import ArchiveError, ArchiveExistsError
+from .export_report import ExportReport
 from .filling import Filled, PageSource, fill
 from .manifest import PartFacts, manifest_document
 from .part_writer import PartWriter
@@ -38,64 +39,8 @@ if TYPE_CHECKING:
     from .stores import PartSource
 
 _IN_FLIGHT = 2  # calls a worker
+_GOES_ON = "what was written stays, and the same export goes on from there"
 _REST = 3.0  # behind a server that writes: three quarters of the time
-
-
-@dataclass(slots=True)
-class ExportReport:
-    """What an export did, or would do.
-
-    Attributes
-    ----------
-    destination, codec : str
-    pages, nbytes : int
-        Pages in the archive, and their payload.
-    stored_nbytes : int
-        Bytes of the archive's shards.
-    resumed_pages : int
-        Pages that an earlier, stopped export had written.
-    parts : list of dict
-        `{namespace, rank, pool, pages, bytes}`.
-    left_out : dict
-        Pages of the store that are not in the archive, by reason.
-    problems : list of str
-        What of the store could not be looked at.
-    live : bool
-        Whether a process was writing to the store.
-    dry_run : bool
-    seconds : float
-    """
-
-    destination: str
-    codec: str
-    pages: int = 0
-    nbytes: int = 0
-    stored_nbytes: int = 0
-    resumed_pages: int = 0
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    live: bool = False
-    dry_run: bool = False
-    seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data; sizes are called `bytes`."""
-        names = {"nbytes": "bytes", "stored_nbytes": "stored_bytes"}
-        return {names.get(name, name): getattr(self, name) for name in self.__slots__}
-
-    def lose(self, reason: str, count: int) -> None:
-        """Count pages that are left out."""
-        if count:
-            self.left_out[reason] = self.left_out.get(reason, 0) + count
-
-    def add_part(self, facts: PartFacts) -> None:
-        """Enter a part."""
-        self.pages += facts.pages
-        self.nbytes += facts.pages * facts.geometry.page_nbytes
-        self.stored_nbytes += facts.stored_nbytes
-        name = {"namespace": facts.name.namespace, "rank": facts.name.rank, "pool": facts.name.pool}
-        self.parts.append(name | {"pages": facts.pages, "bytes": facts.pages * facts.geometry.page_nbytes})
 
 
 def export_archive(
@@ -188,8 +133,12 @@ def export_archive(
             export.run(listed, tokens, progress)
         manifest = manifest_document(export.facts, {part.name.namespace: part.identity for part, _ in listed})
         target.finish(json.dumps(manifest, indent=1, sort_keys=True).encode())
-    except BaseException:
+    except BaseException as error:
         target.abandon()
+        if isinstance(error, BrokenExecutor):
+            raise ArchiveError(f"a process of the export died; {_GOES_ON}.") from error
+        if isinstance(error, OSError) and not isinstance(error, StoreError):
+            raise ArchiveError(f"{place.text}: {error.strerror or error}; {_GOES_ON}.") from error
         raise
     report.seconds = time.monotonic() - began_s
     return report

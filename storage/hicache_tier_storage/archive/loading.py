@@ -14,11 +14,12 @@ from hicache_tier_storage.payload import HostPages
 from hicache_tier_storage.record import key_head
 
 from .batches import BatchReader
+from .conversion import Conversion
 from .convert import FLOATS, Shape
 from .errors import ArchiveError
 from .ranking import Ranking
 from .reader import open_archive
-from .targets import Conversion, plan_targets
+from .targets import plan_targets
 from .units import RowFinder, Units, heads_of_units, units_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicache_tier.errors import FormatVersionError, InvalidArgumentError, StoreError
-from hicache_tier.geometry import KVGeometry
+from hicache_tier.geometry import KVGeometry, PoolKind
 
 from .axes import layout_of
 from .codecs import Codec
@@ -24,6 +24,23 @@ MAX_MANIFEST_NBYTES = 16 << 20
 MAX_PAGE_NBYTES = 1 << 30
 _MAX_PAGES = 1 << 40
 _MAX_PAGE_TOKENS = 4096
+
+
+def geometry_of(data: Any) -> KVGeometry:  # noqa: ANN401 - whatever a file holds
+    """Read a geometry; `InvalidArgumentError` for one that no pool has."""
+    geometry = KVGeometry.from_dict(data)
+    block = geometry.kind is PoolKind.INDEXER
+    heads = {component.heads for component in geometry.components}
+    counts = {PoolKind.MHA: 2, PoolKind.MLA: 1, PoolKind.INDEXER: 1}
+    if (
+        geometry.rows != (1 if block else geometry.page_tokens)
+        or len(geometry.components) != counts[geometry.kind]
+        or len(heads) != 1
+        or (geometry.kind is not PoolKind.MHA and heads != {1})
+        or (block and geometry.components[0].width % geometry.page_tokens)
+    ):
+        raise InvalidArgumentError(f"no {geometry.kind.value} pool has the geometry {data!r}.")
+    return geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +118,7 @@ class PartFacts:
         if not name.valid:
             raise ArchiveError(f"the manifest names a part {str(name)!r}, which no store makes.")
         try:
-            geometry = KVGeometry.from_dict(data["geometry"])
+            geometry = geometry_of(data["geometry"])
             layout, codec = layout_of(data["axis_order"]), Codec.parse(data["codec"])
             numbers = [data[field] for field in ("pages", "page_nbytes", "shard_pages", "stored_bytes")]
         except KeyError as error:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import google_crc32c
 import numpy as np
 import xxhash
 
-from hicache_tier_storage.record import KEY_MAX_NBYTES, checksum_seed, keys_of
+from hicache_tier_storage.record import checksum_seed, keys_of
 
 from .codecs import Codec, PageDamagedError
 from .destination import MANIFEST
-from .documents import array_documents, shard_name
-from .errors import ArchiveError, NotAnArchiveError
+from .documents import shard_name
+from .errors import NotAnArchiveError
 from .manifest import MAX_MANIFEST_NBYTES, Manifest, parse_manifest
+from .part_index import PartIndex, Recent, read_document
 from .places import Place
-from .rows import ROW, index_arrays, index_rows
 from .shard import index_nbytes
 from .source import Source, UnreadableError, open_source
 
@@ -83,7 +80,7 @@ def open_archive(place: str | Path | Place) -> Archive:
     source = open_source(place)
     try:
         try:
-            raw = _read_document(source, MANIFEST, MAX_MANIFEST_NBYTES)
+            raw = read_document(source, MANIFEST, MAX_MANIFEST_NBYTES)
         except UnreadableError as error:
             raise NotAnArchiveError(f"{place.text} is no finished archive: {error}.") from error
         archive = Archive(place, source, parse_manifest(raw, place.text))
@@ -95,36 +92,7 @@ def open_archive(place: str | Path | Place) -> Archive:
     return archive
 
 
-def _read_document(source: Source, name: str, most: int) -> bytes:
-    nbytes = source.size(name)
-    if nbytes > most:
-        raise UnreadableError(f"{name} has {nbytes} bytes, more than the {most} that it may have")
-    raw = np.empty(nbytes, np.uint8)
-    source.read(name, 0, raw)
-    return raw.tobytes()
-
-
-class _Recent:
-    """The things read last, by number."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: OrderedDict[int, Any] = OrderedDict()
-
-    def get(self, number: int) -> Any:  # noqa: ANN401 - whatever was put
-        with self._lock:
-            if number in self._held:
-                self._held.move_to_end(number)
-            return self._held.get(number)
-
-    def put(self, number: int, value: object) -> None:
-        with self._lock:
-            self._held[number] = value
-            if len(self._held) > _CACHED:
-                self._held.popitem(last=False)
-
-
-class ArchivePart:
+class ArchivePart(PartIndex):
     """Pages of one rank and pool of an archive.
 
     Attributes
@@ -133,113 +101,8 @@ class ArchivePart:
     """
 
     def __init__(self, source: Source, facts: PartFacts) -> None:
-        self.facts = facts
-        self._source = source
-        self._chunks = _Recent()
-        self._token_chunks = _Recent()
-        self._shards = _Recent()
-
-    def check(self) -> None:
-        """Compare documents and sizes of the index with the manifest.
-
-        Raises
-        ------
-        ArchiveError
-            Naming the first that differs.
-        """
-        facts = self.facts
-        try:
-            for name, document in array_documents(facts).items():
-                file = f"{facts.name.path}/{name}/zarr.json"
-                told = json.loads(_read_document(self._source, file, _MAX_DOCUMENT_NBYTES))
-                wrong = sorted(key for key, value in document.items() if told.get(key) != value)
-                if wrong:
-                    raise ArchiveError(f"{file} is not what the manifest says: {', '.join(wrong)}.")
-            for array in index_arrays(facts.index_tokens):
-                wanted = index_rows(facts.pages) * array.row_nbytes() + 4
-                for chunk in range(self._num_chunks):
-                    file = self._index_file(array.name, bool(array.width), chunk)
-                    nbytes = self._source.size(file)
-                    if nbytes != wanted:
-                        raise ArchiveError(f"{file} has {nbytes} bytes instead of {wanted}.")
-        except UnreadableError as error:
-            raise ArchiveError(f"{error}.") from error
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise ArchiveError(f"{file} is not what an export writes: {error}.") from error
-
-    @property
-    def _num_chunks(self) -> int:
-        return -(-self.facts.pages // index_rows(self.facts.pages))
-
-    def _index_file(self, name: str, wide: bool, chunk: int) -> str:
-        return f"{self.facts.name.path}/{name}/c.{chunk}" + (".0" if wide else "")
-
-    # -- the index -------------------------------------------------------------------------------------
-
-    def chunks(self) -> Iterator[tuple[int, NDArray[np.void]]]:
-        """Yield the index a chunk at a time: number of the first row, rows.
-
-        Raises
-        ------
-        ArchiveError
-            Where a chunk is damaged.
-        """
-        for chunk in range(self._num_chunks):
-            yield chunk * index_rows(self.facts.pages), self._chunk(chunk)
-
-    def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.void]:
-        """Return rows by number."""
-        return self._gather(numbers, self._chunk, np.zeros(len(numbers), ROW))
-
-    def token_ids(self, numbers: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Return the token ids of pages, uint32 `[n, page_tokens]`; `NO_TOKEN` where they are not known."""
-        out = np.zeros((len(numbers), self.facts.geometry.page_tokens), np.uint32)
-        return self._gather(numbers, self._token_chunk, out)
-
-    def _gather(self, numbers: NDArray[np.int64], load: Any, out: NDArray[Any]) -> NDArray[Any]:  # noqa: ANN401
-        step = index_rows(self.facts.pages)
-        owner = numbers // step
-        for chunk in np.unique(owner).tolist():
-            where = owner == chunk
-            out[where] = load(chunk)[numbers[where] - chunk * step]
-        return out
-
-    def _chunk(self, chunk: int) -> NDArray[np.void]:
-        found: NDArray[np.void] | None = self._chunks.get(chunk)
-        if found is None:
-            count = min(index_rows(self.facts.pages), self.facts.pages - chunk * index_rows(self.facts.pages))
-            found = np.zeros(count, ROW)
-            for array in index_arrays(None):
-                found[array.name] = self._column(array.name, array.dtype, array.width, chunk)[:count]
-            lengths = found["key_nbytes"]
-            if count and not 1 <= int(lengths.min()) <= int(lengths.max()) <= KEY_MAX_NBYTES:
-                raise ArchiveError(f"{self.facts.name}: the index has keys of impossible lengths.")
-            self._chunks.put(chunk, found)
-        return found
-
-    def _token_chunk(self, chunk: int) -> NDArray[np.uint32]:
-        found: NDArray[np.uint32] | None = self._token_chunks.get(chunk)
-        if found is None:
-            found = self._column("token_ids", "uint32", self.facts.geometry.page_tokens, chunk)
-            self._token_chunks.put(chunk, found)
-        return found
-
-    def _column(self, name: str, dtype: str, width: int, chunk: int) -> NDArray[Any]:
-        """Read and check one chunk of an index array; its size was checked when the archive was opened."""
-        file = self._index_file(name, bool(width), chunk)
-        rows = index_rows(self.facts.pages)
-        raw = np.empty(rows * max(1, width) * np.dtype(dtype).itemsize + 4, np.uint8)
-        try:
-            self._source.read(file, 0, raw)
-        except UnreadableError as error:
-            raise ArchiveError(f"{error}.") from error
-        body = raw[:-4]
-        if google_crc32c.value(body.tobytes()) != int.from_bytes(raw[-4:].tobytes(), "little"):
-            raise ArchiveError(f"{file} is damaged: its CRC32C is wrong.")
-        values = body.view(np.dtype(dtype).newbyteorder("<"))
-        return values.reshape(rows, width) if width else values
-
-    # -- pages -----------------------------------------------------------------------------------------
+        super().__init__(source, facts)
+        self._shards = Recent()
 
     def read_pages(
         self, numbers: NDArray[np.int64], out: NDArray[np.uint8], keys: list[bytes] | None = None

@@ -136,12 +136,15 @@ class ObjectSource:
 
     def __init__(self, place: Place) -> None:
         self._store = object_store(place, create=False)
+        from obstore.exceptions import BaseError
+
+        self._faults = (OSError, BaseError)
 
     def size(self, name: str) -> int:
         """Bytes of an object."""
         try:
             return int(self._store.head(name)["size"])
-        except OSError as error:
+        except self._faults as error:
             raise UnreadableError(f"{name}: {error}") from error
 
     def read(self, name: str, offset: int, into: NDArray[Any]) -> None:
@@ -150,7 +153,7 @@ class ObjectSource:
             return
         try:
             part = memoryview(self._store.get_range(name, start=offset, length=len(into)))
-        except OSError as error:
+        except self._faults as error:
             raise UnreadableError(f"{name}: {error}") from error
         if len(part) != len(into):
             raise UnreadableError(f"{name} is too short")

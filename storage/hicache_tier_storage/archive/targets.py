@@ -7,75 +7,29 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hicache_tier.dtypes import DType
 from hicache_tier.errors import InvalidArgumentError
-from hicache_tier.geometry import KVGeometry, PoolKind, positive
-from hicache_tier.layout import Layout
 from hicache_tier_storage.identity import Identity
 
-from .convert import FLOATS, HeadRange, Shape
+from .conversion import (
+    CannotConvertError,
+    Conversion,
+    converted_geometry,
+    heads_of,
+    total_heads,
+    why_not_converted,
+)
+from .convert import HeadRange, Shape
 from .errors import ArchiveError
+from .manifest import geometry_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .reader import Archive, ArchivePart
+    from .units import Units
 
 _COORDINATE = re.compile(r"([a-z]{2})(\d+)of(\d+)")
 _TEXTS = ("model", "revision", "adapter", "scales", "rope", "key_algorithm")
-
-
-class CannotConvertError(Exception):
-    """Why pages cannot become what was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """What pages are to become; None leaves as it is.
-
-    Attributes
-    ----------
-    layout : Layout, optional
-    page_tokens : int, optional
-        Tokens a page. Keys are computed anew, from token ids that are in the archive.
-    tp : int, optional
-        Ranks that share the heads.
-    kv_heads : int, optional
-        KV heads of the model, where ranks hold copies of a head: by default `heads of a rank * ranks`.
-    dtype : DType, optional
-        float32, float16 or bfloat16.
-    allow_lossy : bool
-        Let values be rounded.
-    """
-
-    layout: Layout | None = None
-    page_tokens: int | None = None
-    tp: int | None = None
-    kv_heads: int | None = None
-    dtype: DType | None = None
-    allow_lossy: bool = False
-
-    @classmethod
-    def parse(
-        cls,
-        *,
-        layout: Layout | str | None = None,
-        page_tokens: int | None = None,
-        tp: int | None = None,
-        kv_heads: int | None = None,
-        dtype: object = None,
-        allow_lossy: bool = False,
-    ) -> Conversion:
-        """Check what a user asked for."""
-        numbers = {"page_tokens": page_tokens, "tp": tp, "kv_heads": kv_heads}
-        checked = {name: None if value is None else positive(name, value) for name, value in numbers.items()}
-        wanted = None if dtype is None else DType.parse(dtype)
-        if wanted not in {None, *FLOATS}:
-            names = ", ".join(one.label for one in FLOATS)
-            raise InvalidArgumentError(f"dtype must be one of {names}, got {dtype!r}: others need scales.")
-        return cls(
-            None if layout is None else Layout.parse(layout), dtype=wanted, allow_lossy=allow_lossy, **checked
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +51,27 @@ class Target:
     shape : Shape
     pieces : list of Piece
         All of them are needed for each page.
+    units : Units, optional
+        What is imported, where keys change: computed once.
     """
 
     identity: Identity
     shape: Shape
     pieces: list[Piece] = field(default_factory=list)
+    units: Units | None = None
 
     @property
     def unchanged(self) -> bool:
         """Whether pages are taken as they are."""
         facts = self.pieces[0].part.facts
         return len(self.pieces) == 1 and self.shape.same_bytes(Shape(facts.geometry, facts.layout))
+
+    @property
+    def nbytes(self) -> int:
+        """Payload that the target has where every page can be had."""
+        facts, geometry = self.pieces[0].part.facts, self.shape.geometry
+        tokens = facts.pages * facts.geometry.page_tokens
+        return tokens * geometry.page_nbytes // geometry.page_tokens
 
     @property
     def rekeyed(self) -> bool:
@@ -167,13 +131,13 @@ def identity_of(told: dict[str, Any], part: ArchivePart, tenants: Sequence[str])
     digest, tenant = told.get("tenant_sha256"), None
     if digest is not None:
         known = {hashlib.sha256(salt.encode()).hexdigest()[:16]: salt for salt in tenants}
-        tenant = known.get(digest)
+        tenant = known.get(str(digest))
         if tenant is None:
             raise CannotConvertError(f"tenant: its salt is needed (digest {str(digest)[:16]})")
     sizes = told.get("parallel")
     ranks = {axis: (int(rank), int(size)) for axis, rank, size in _COORDINATE.findall(facts.name.rank)}
     try:
-        pools = {name: KVGeometry.from_dict(geometry) for name, geometry in told["pools"].items()}
+        pools = {name: geometry_of(geometry) for name, geometry in told["pools"].items()}
         given = {axis: (0, size) for axis, size in (sizes or {}).items() if axis in {"tp", "pp", "cp"}}
         identity = Identity.build(
             facts.geometry,
@@ -202,11 +166,14 @@ def _add_targets(plan: Plan, sources: list[tuple[ArchivePart, Identity]], conver
     layout = conversion.layout or sources[0][0].facts.layout
     tp = conversion.tp or identity.tp.size
     pools = {
-        name: _converted(geometry, identity, conversion, tp) for name, geometry in identity.pools.items()
+        name: converted_geometry(geometry, identity, conversion, tp)
+        for name, geometry in identity.pools.items()
     }
     found: dict[tuple[str, str], Target] = {}
     for part, own in sources:
-        why = layout.why_not(own.geometry.kind) or _why_not(own.geometry, pools[own.pool], conversion)
+        why = layout.why_not(own.geometry.kind) or why_not_converted(
+            own.geometry, pools[own.pool], conversion
+        )
         if why:
             plan.refused.append((part, why))
             continue
@@ -225,66 +192,6 @@ def _add_targets(plan: Plan, sources: list[tuple[ArchivePart, Identity]], conver
             plan.refused += [(piece.part, missing) for piece in target.pieces]
         else:
             plan.targets.append(target)
-
-
-def total_heads(identity: Identity, conversion: Conversion) -> int:
-    """KV heads of the model that the pool of an MHA identity is part of."""
-    held = identity.geometry.components[0].heads
-    return conversion.kv_heads or held * identity.tp.size
-
-
-def heads_of(rank: int, size: int, total: int) -> range:
-    """Heads that one of `size` ranks holds: an equal share, or a copy of one where there are fewer."""
-    if size <= total:
-        return range(rank * total // size, (rank + 1) * total // size)
-    first = rank // (size // total)
-    return range(first, first + 1)
-
-
-def _converted(geometry: KVGeometry, identity: Identity, conversion: Conversion, tp: int) -> KVGeometry:
-    """Return what a pool of the namespace holds after the conversion."""
-    new = geometry
-    if geometry.kind is PoolKind.MHA and (conversion.tp or conversion.kv_heads):
-        total = total_heads(replace(identity, geometry=geometry), conversion)
-        for size in (identity.tp.size, tp):
-            if total % size and size % total:
-                raise CannotConvertError(f"heads: {total} KV heads cannot be shared by {size} ranks")
-        held = len(heads_of(0, identity.tp.size, total))
-        if held != geometry.components[0].heads:
-            raise CannotConvertError(
-                f"heads: of {total} KV heads each of {identity.tp.size} ranks would hold {held}, "
-                f"and holds {geometry.components[0].heads}; see --kv-heads"
-            )
-        heads = len(heads_of(0, tp, total))
-        new = replace(new, components=tuple(replace(c, heads=heads) for c in new.components))
-    if conversion.dtype is not None and geometry.dtype in FLOATS:
-        new = replace(new, dtype=conversion.dtype)
-    if conversion.page_tokens is not None and conversion.page_tokens != geometry.page_tokens:
-        new = _with_tokens(new, conversion.page_tokens)
-    return new
-
-
-def _with_tokens(geometry: KVGeometry, tokens: int) -> KVGeometry:
-    if geometry.rows == geometry.page_tokens:
-        return replace(geometry, page_tokens=tokens, rows=tokens)
-    (block,) = geometry.components
-    width = block.width // geometry.page_tokens * tokens
-    return replace(geometry, page_tokens=tokens, components=(replace(block, width=width),))
-
-
-def _why_not(old: KVGeometry, new: KVGeometry, conversion: Conversion) -> str:
-    """Say why pages of a pool cannot be converted, or nothing."""
-    few, many = sorted((old.page_tokens, new.page_tokens))
-    if few != many and old.kind is PoolKind.INDEXER:
-        return "page_tokens: a page of the indexer is one opaque block"
-    if many % few:
-        return f"page_tokens: {old.page_tokens} and {new.page_tokens} are no multiples of each other"
-    if conversion.dtype is not None and old.kind is not PoolKind.INDEXER and old.dtype not in FLOATS:
-        return f"dtype: {old.dtype.label} is not converted"
-    exact = old.dtype is new.dtype or new.dtype is DType.FLOAT32
-    if not exact and not conversion.allow_lossy:
-        return f"dtype: {old.dtype.label} to {new.dtype.label} rounds; see --allow-lossy"
-    return ""
 
 
 def _ranks_after(identity: Identity, tp: int, conversion: Conversion) -> list[int]:

@@ -81,7 +81,9 @@ def units_of(target: Target, tenants: Sequence[str]) -> Iterator[Units]:
     """Yield a target's units, a bounded number at a time where keys stay as they are."""
     part = target.pieces[0].part
     if target.rekeyed:
-        yield _rekeyed(target, tenants)
+        if target.units is None:
+            target.units = _rekeyed(target, tenants)
+        yield target.units
         return
     for first, rows in part.chunks():
         parents = [parent_key(head) for head in rows["parent"].tolist()]

@@ -1,0 +1,103 @@
+"""An archive in the making in an object store."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .destination import JOB, MANIFEST, STATE, clear
+from .documents import ARCHIVE_FORMAT
+from .errors import ArchiveError, ArchiveExistsError
+from .places import object_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from .places import Place
+
+
+class ObjectDestination:
+    """A prefix of an object store. An archive there is finished once its manifest is there.
+
+    Parameters
+    ----------
+    place : Place
+    overwrite : bool
+    """
+
+    def __init__(self, place: Place, *, overwrite: bool) -> None:
+        self._store = object_store(place, create=True)
+        self._place = place
+        raw = self.get(MANIFEST)
+        others = [name for name in self.sizes("") if not name.startswith(f"{STATE}/")]
+        if raw is not None:
+            if not overwrite:
+                raise ArchiveExistsError(f"{place.text} exists; --overwrite replaces it.")
+            if ARCHIVE_FORMAT.encode() not in raw:
+                raise ArchiveExistsError(f"{place.text} exists and is no archive; it is not overwritten.")
+            self.remove([MANIFEST])  # from here on it is no archive for anybody
+            clear(self)
+        elif others and self.get(JOB) is None:
+            raise ArchiveExistsError(f"{place.text} holds {len(others)} objects that are no archive.")
+        self.scratch = Path(tempfile.mkdtemp(prefix="hct-export-"))
+
+    def get(self, name: str) -> bytes | None:
+        """Return an object's bytes, or None where there is none."""
+        with self._told(name):
+            try:
+                return bytes(self._store.get(name).bytes())
+            except FileNotFoundError:
+                return None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object."""
+        with self._told(name):
+            self._store.put(name, data)
+
+    def publish(self, path: Path, name: str) -> None:
+        """Upload a draft."""
+        with self._told(name):
+            self._store.put(name, path)
+        path.unlink()
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Sizes of the objects below a prefix."""
+        start = f"{prefix}/" if prefix else ""
+        with self._told(prefix):
+            return {
+                meta["path"].removeprefix(start): meta["size"]
+                for batch in self._store.list(prefix or None)
+                for meta in batch
+            }
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete objects."""
+        for name in names:
+            with self._told(name), suppress(FileNotFoundError):
+                self._store.delete(name)
+
+    def finish(self, manifest: bytes) -> None:
+        """Write the manifest; what only a resumed export needs goes."""
+        self.put(MANIFEST, manifest)
+        self.remove([f"{STATE}/{name}" for name in self.sizes(STATE)])
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Remove the local drafts."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Say what a fault of the store was about."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            if isinstance(error, ArchiveError):
+                raise
+            where = f"{self._place.text}, {name}" if name else self._place.text
+            raise ArchiveError(f"{where}: {error}") from error

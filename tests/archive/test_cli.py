@@ -1,0 +1,106 @@
+"""`hicache-tier export` and `import`, and the scripts that are the same from a checkout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hicache_tier.cli import main
+from hicache_tier.keys import page_keys
+from hicache_tier.testing.array_pool import keys_of
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def run(*arguments, code=0):
+    """Run a verb in this process; return what it printed on stdout."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], standalone_mode=True)
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout
+
+
+def told(*arguments, code=0):
+    return json.loads(run(*arguments, "--json", code=code))
+
+
+def test_there_and_back(shop, tmp_path):
+    root, keys = shop.fill()
+    report = told("export", root, tmp_path / "archive", "--codec", "fast")
+    assert (report["pages"], report["bytes"], report["left_out"]) == (20, 20 * 2048, {})
+    assert report["stored_bytes"] > 0 and report["seconds"] > 0
+    report = told("import", tmp_path / "archive", tmp_path / "new", "--capacity", "4MiB")
+    assert (report["imported"], report["already_stored"], report["refused"]) == (20, 0, {})
+    assert shop.read(tmp_path / "new", keys) == shop.read(root, keys)
+
+
+def test_what_people_see(shop, tmp_path):
+    root, _ = shop.fill()
+    said = run("export", root, tmp_path / "archive", "--dry-run")
+    assert "20 pages" in said and "would be written" in said
+    assert not (tmp_path / "archive").exists()
+    said = run("export", root, tmp_path / "archive", "--max-size", "10KB")
+    assert "4 pages, 8 KiB" in said and "16 pages do not fit" in said
+    said = run("import", tmp_path / "archive", tmp_path / "new", "--dry-run")
+    assert "4 pages would be imported" in said
+    assert not (tmp_path / "new").exists()
+    said = run("import", tmp_path / "archive", tmp_path / "new", "--to-host")
+    assert "4 pages, 8 KiB imported" in said and "read back into memory" in said
+    said = run("import", tmp_path / "archive", tmp_path / "new", "--page-tokens", "16", code=1)
+    assert "4 pages refused: 4 page_tokens" in said and "token ids" in said
+
+
+def test_keys_and_tokens_from_files(shop, tmp_path):
+    tokens = [*range(40)]
+    keys = page_keys(tokens, 8)
+    root, _ = shop.fill(keys=[*keys, *keys_of("other", 3)])
+    (tmp_path / "keys").write_text("\n".join(key.hex() for key in keys[:2]) + "\n")
+    (tmp_path / "tokens").write_text(json.dumps(tokens[:30]))
+    assert told("export", root, tmp_path / "a", "--keys", tmp_path / "keys")["pages"] == 2
+    assert told("export", root, tmp_path / "b", "--tokens", tmp_path / "tokens")["pages"] == 3
+    report = told("import", tmp_path / "b", tmp_path / "new", "--page-tokens", "4", "--layout", "page_head")
+    assert (report["imported"], report["refused"]) == (6, {})
+    (tmp_path / "keys").write_text("00\nnot hex\n")
+    error = told("export", root, tmp_path / "c", "--keys", tmp_path / "keys", code=2)["error"]
+    assert error["kind"] == "invalid_argument" and "line 2" in error["message"]
+
+
+def test_exit_codes(shop, tmp_path):
+    root, _ = shop.fill()
+    run("export", root, tmp_path / "archive")
+    error = told("export", root, tmp_path / "archive", code=2)["error"]
+    assert error["kind"] == "archive_exists" and "--overwrite" in error["message"]
+    run("export", root, tmp_path / "archive", "--overwrite")
+    assert told("import", root, tmp_path / "new", code=2)["error"]["kind"] == "not_an_archive"
+    assert told("import", tmp_path / "archive", tmp_path / "new", "--tp", "3", code=1)["refused"] == {
+        "heads": 20
+    }
+    for wrong in (["--codec", "best"], ["--max-size", "much"], ["--first", "oldest"], ["--max-size", "0"]):
+        run("export", root, tmp_path / "other", *wrong, code=2)
+    (shard,) = root.glob("*/*/kv/pages/c.0.*")
+    with shard.open("r+b") as file:
+        file.write(b"\x00\x01\x02\x03")
+    assert told("export", root, tmp_path / "other", code=1)["left_out"] == {"damaged": 1}
+
+
+def test_salts_of_tenants_come_from_the_environment_too(shop, tmp_path, monkeypatch):
+    root, _ = shop.fill(tenant="salt")
+    said = run("export", root, tmp_path / "archive", "--json")
+    assert "salt" not in said
+    assert told("import", tmp_path / "archive", tmp_path / "new", code=1)["refused"] == {"tenant": 20}
+    monkeypatch.setenv("HICACHE_TIER_TENANT", "salt")
+    assert told("import", tmp_path / "archive", tmp_path / "new")["imported"] == 20
+    for path in (tmp_path / "archive").rglob("zarr.json"):
+        assert '"salt"' not in path.read_text()
+
+
+@pytest.mark.parametrize("script", ["export_cache.py", "import_cache.py"])
+def test_scripts(script):
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / script, "--help"], capture_output=True, text=True, check=True
+    )
+    assert f"Usage: hicache-tier {script.partition('_')[0]}" in done.stdout
