@@ -11,6 +11,7 @@ from hicache_tier.device_pool import DevicePool
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.layout import Layout
 from hicache_tier_kernels import CopyPlan, run_reference
+from hicache_tier_storage.device_bytes import own_memory
 from hicache_tier_storage.engine import DeviceMemory
 from hicache_tier_storage.slot_map import slot_map
 
@@ -89,7 +90,7 @@ class GpuMemory(Memory):
 
     def __init__(self, lengths: Sequence[int], pages: int, **options: int) -> None:
         super().__init__(lengths, pages, **options)
-        raw = torch.zeros(self._bytes.size + 2 * _ALIGNMENT, dtype=torch.uint8, device="cuda:0")
+        raw = own_memory(self._bytes.size + 2 * _ALIGNMENT, torch.device("cuda", 0))
         skew = (self._bytes.ctypes.data - raw.data_ptr()) % _ALIGNMENT
         self._there = raw[skew : skew + self._bytes.size].view(self._bytes.shape)
         away = self._there.data_ptr() - self._bytes.ctypes.data

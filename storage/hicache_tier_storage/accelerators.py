@@ -10,7 +10,7 @@ from .kvikio_package import compat_mode, missing_library, why_no_kvikio
 from .medium import filesystem
 from .nixl_lane import GPU_PLUGINS, QUEUES
 from .nixl_package import why_no_nixl
-from .trials import Trial, try_all
+from .trials import DEADLINE_S, Trial, try_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +33,7 @@ class Finding(NamedTuple):
 def nixl_posix(directory: Path, *, direct: bool) -> list[Finding]:
     """Try NIXL's POSIX plug-in with each of its queues."""
     why = why_no_nixl()
-    trials = [Trial("nixl_posix", directory, {"queue": queue, "direct": direct}) for queue in QUEUES]
-    verdicts = [why] * len(QUEUES) if why else try_all(trials)
+    verdicts = [why] * len(QUEUES) if why else try_all(_queues(directory, direct=direct))
     how = f"{filesystem(directory)}, {'O_DIRECT' if direct else 'buffered'}"
     found = []
     for queue, verdict in zip(QUEUES, verdicts, strict=True):
@@ -45,14 +44,26 @@ def nixl_posix(directory: Path, *, direct: bool) -> list[Finding]:
 
 def nixl_gpu(directory: Path, *, direct: bool) -> list[Finding]:
     """Try NIXL's plug-ins with GPU memory."""
-    why = why_no_nixl() or missing_library("libcuda.so.1", "no NVIDIA driver")
-    trials = [Trial("nixl_gpu", directory, {"plugin": plugin, "direct": direct}) for plugin in GPU_PLUGINS]
+    why = _why_no_gpu_plugin()
     if why:
         return [Finding("nixl", plugin, usable=False, reason=why) for plugin in GPU_PLUGINS]
+    verdicts = try_all(_plugins(directory, direct=direct))
     return [
         Finding("nixl", plugin, not verdict, _with_facts(verdict or f"GPU memory: {_GOOD}"))
-        for plugin, verdict in zip(GPU_PLUGINS, try_all(trials), strict=True)
+        for plugin, verdict in zip(GPU_PLUGINS, verdicts, strict=True)
     ]
+
+
+def _why_no_gpu_plugin() -> str:
+    return why_no_nixl() or missing_library("libcuda.so.1", "no NVIDIA driver")
+
+
+def _queues(directory: Path, *, direct: bool) -> list[Trial]:
+    return [Trial("nixl_posix", directory, {"queue": queue, "direct": direct}) for queue in QUEUES]
+
+
+def _plugins(directory: Path, *, direct: bool) -> list[Trial]:
+    return [Trial("nixl_gpu", directory, {"plugin": plugin, "direct": direct}) for plugin in GPU_PLUGINS]
 
 
 def kvikio_host(directory: Path) -> list[Finding]:
@@ -122,6 +133,14 @@ def all_findings(directory: Path, *, direct: bool, refused: str) -> list[Finding
         modes += [("nixl", plugin) for plugin in GPU_PLUGINS]
         modes += [("kvikio", mode) for mode in ("host memory", GPUDIRECT, "GPU memory")]
         return [Finding(*row, usable=False, reason=refused) for row in modes]
+    trials: list[Trial] = []  # side by side: most of the time goes into starting processes
+    if not why_no_nixl():
+        trials += _queues(directory, direct=direct)
+    if not _why_no_gpu_plugin():
+        trials += _plugins(directory, direct=direct)
+    if not why_no_kvikio():
+        trials += [Trial("kvikio_host", directory), Trial("kvikio_gpu", directory)]
+    try_all(trials, 2 * DEADLINE_S)
     return [
         *nixl_posix(directory, direct=direct),
         *nixl_gpu(directory, direct=direct),

@@ -125,24 +125,24 @@ class KvikioEngine:
         elif batch.page_nbytes < batch.addresses.shape[1] * self._min_piece_nbytes:
             return self._plain.write(batch) if write else self._plain.read(batch)
         verdicts = [""] * count
-        again: list[int] = []
+        again: dict[int, str] = {}
         with self._handles[write].batch() as handles:
             for first, last in parts(batch, 0, count, 1):
-                again += self._part(batch, handles, first, last, verdicts, write=write)
+                again |= self._part(batch, handles, first, last, verdicts, write=write)
             self.retried_pages += len(again)
             if batch.memory is not None:
                 for page in again:
-                    if self._part(batch, handles, page, page + 1, verdicts, write=write):
-                        verdicts[page] = "io_error: kvikio moved the page neither with others nor alone"
+                    for why in self._part(batch, handles, page, page + 1, verdicts, write=write).values():
+                        verdicts[page] = f"io_error: {why}"
                 return verdicts
         if again:
-            retry(self._plain, batch, again, verdicts, write=write)
+            retry(self._plain, batch, sorted(again), verdicts, write=write)
         return verdicts
 
     def _part(
         self, batch: PageBatch, kept: Batch, first: int, last: int, verdicts: list[str], *, write: bool
-    ) -> list[int]:
-        """Move some pages; return those that have to be tried again."""
+    ) -> dict[int, str]:
+        """Move some pages; return those that have to be tried again, and why."""
         handles: list[Any] = []
         numbers: dict[StoreFile, int] = {}
         for at in range(first, last):
@@ -154,14 +154,14 @@ class KvikioEngine:
                 else:
                     numbers[file] = len(handles)
                     handles.append(opened)
-        again: list[int] = []
+        again: dict[int, str] = {}
         for start, stop in good_runs(verdicts, first, last):
             if write and batch.hook:
                 batch.hook(start, stop)
             numbered = [numbers[file] for file in batch.files[start:stop]]
             pieces = describe(batch, start, stop, numbered, _TASK_NBYTES)
             futures = self._start(pieces, handles, batch.memory, write=write)
-            again += self._finish(batch, pieces, futures, stop, verdicts, write=write)
+            again |= self._finish(batch, pieces, futures, stop, verdicts, write=write)
             if any(why.startswith("timeout") for why in verdicts[start:stop]):
                 kept.forget()
         return again
@@ -192,10 +192,10 @@ class KvikioEngine:
         verdicts: list[str],
         *,
         write: bool,
-    ) -> list[int]:
-        """Wait for the pieces under way; return the pages that have to be tried again."""
+    ) -> dict[int, str]:
+        """Wait for the pieces under way; return the pages that have to be tried again, and why."""
         until = time.monotonic() + self._deadline_s
-        again: set[int] = set()
+        again: dict[int, str] = {}
         first = int(pieces.pages[0])
         ends = [*pieces.pages[1:].tolist(), last]
         for future, nbytes, page, end in zip(
@@ -210,13 +210,13 @@ class KvikioEngine:
                 verdicts[touched.start : touched.stop] = [reason] * len(touched)
             else:
                 _LOG.debug("kvikio: %s", outcome)
-                again.update(touched)
-        again = {page for page in again if not verdicts[page]}
+                again |= dict.fromkeys(touched, outcome)
+        again = {page: why for page, why in again.items() if not verdicts[page]}
         if batch.hook and not write:
             for page in range(first, last):
                 if not verdicts[page] and page not in again:
                     batch.hook(page, page + 1)
-        return sorted(again)
+        return again
 
 
 def _open_to_write(path: str) -> Any:  # noqa: ANN401 - of the package

@@ -18,6 +18,7 @@ import torch
 
 from hicache_tier_kernels.engine import new_event, new_stream
 
+from .device_bytes import own_memory
 from .device_sums import summer
 from .engine import DeviceMemory
 from .slab import SLOT_ALIGNMENT
@@ -98,12 +99,7 @@ class Ring:
         self.waited_s = 0.0
         cuda = kind.pool.type == "cuda"
         total = HALVES * -(-kind.half_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        raw = torch.empty(
-            total + SLOT_ALIGNMENT,
-            dtype=torch.uint8,
-            device=kind.pool if kind.user else "cpu",
-            pin_memory=cuda and not kind.user and total > 0,
-        )
+        raw = _memory(total + SLOT_ALIGNMENT, kind)
         skew = -raw.data_ptr() % SLOT_ALIGNMENT
         self._bytes = raw[skew : skew + total]
         self.address = self._bytes.data_ptr()
@@ -172,7 +168,10 @@ class Ring:
     def start(self, work: Callable[..., None], *arguments: object) -> Future[None]:
         """Let a thread of the ring's own do something, one a half at most."""
         if self._workers is None:
-            self._workers = ThreadPoolExecutor(HALVES, thread_name_prefix="hct-ring")
+            device = self.kind.pool
+            self._workers = ThreadPoolExecutor(
+                HALVES, thread_name_prefix="hct-ring", initializer=_bind, initargs=(device,)
+            )
         return self._workers.submit(self._run, work, *arguments)
 
     def _run(self, work: Callable[..., None], *arguments: object) -> None:
@@ -201,6 +200,21 @@ class Ring:
             if spent > _SPIN_S:
                 time.sleep(_PAUSE_S)
         self.waited_s += spent
+
+
+def _bind(device: torch.device) -> None:
+    """Make a device's context this thread's: packages of CUDA ask for it that do not make one."""
+    if device.type == "cuda":
+        torch.cuda.mem_get_info(device)
+
+
+def _memory(nbytes: int, kind: RingKind) -> torch.Tensor:
+    """Return the bytes of a ring."""
+    if not kind.half_nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    if kind.user:
+        return own_memory(nbytes, kind.pool)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=kind.pool.type == "cuda")
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
