@@ -18,7 +18,7 @@ import numpy as np
 
 from .descriptors import describe, good_runs, parts
 from .device_bytes import DeviceBytes
-from .kvikio_handles import KeptHandles
+from .kept_handles import KeptHandles
 from .kvikio_package import compat_mode, kvikio_module, use_threads
 from .posix import PosixEngine, default_threads, open_reason
 from .registrations import Registrations
@@ -28,7 +28,7 @@ from .slab import SlabDamagedError
 if TYPE_CHECKING:
     from .descriptors import Descriptors
     from .engine import DeviceMemory, PageBatch
-    from .kvikio_handles import Batch
+    from .kept_handles import Batch
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
@@ -219,12 +219,12 @@ class KvikioEngine:
         return again
 
 
-def _open_to_write(path: str) -> Any:  # noqa: ANN401 - of the package
-    return kvikio_module().CuFile(path, "r+")
+def _open_to_write(fd: int) -> Any:  # noqa: ANN401 - of the package
+    return kvikio_module().CuFile(f"/proc/self/fd/{fd}", "r+")
 
 
-def _open_to_read(path: str) -> Any:  # noqa: ANN401 - of the package
-    return kvikio_module().CuFile(path, "r")
+def _open_to_read(fd: int) -> Any:  # noqa: ANN401 - of the package
+    return kvikio_module().CuFile(f"/proc/self/fd/{fd}", "r")
 
 
 def _handle(kept: Batch, file: StoreFile, *, write: bool) -> Any:  # noqa: ANN401 - of the package

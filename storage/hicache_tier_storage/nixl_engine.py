@@ -21,7 +21,7 @@ import numpy as np
 from hicache_tier.errors import InvalidArgumentError
 
 from .descriptors import MAX_DESCRIPTORS, describe, file_groups, good_runs, hull, parts
-from .nixl_device import DeviceMove
+from .nixl_device import DeviceMove, close_files
 from .nixl_lane import QUEUES, LaneError, LaneTimeoutError, NixlLane, gpu_plugin, posix_plugin
 from .nixl_package import nixl_module
 from .posix import PosixEngine, default_threads, open_reason
@@ -123,6 +123,8 @@ class NixlEngine:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for lane in lanes:
             lane.close()
+        if self.device_mode:
+            close_files()
         self._plain.close()
 
     # -- lanes -----------------------------------------------------------------------------------------

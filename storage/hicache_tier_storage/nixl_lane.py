@@ -142,6 +142,16 @@ class NixlLane:
     def _deregister(self, registered: object) -> None:
         self._agent.deregister_memory(registered, self._backends)
 
+    def register_file(self, fd: int, nbytes: int) -> Any:  # noqa: ANN401 - of the package
+        """Register a file for all transfers until `deregister`; raises what the package raises."""
+        with self._turn:
+            return self._agent.register_memory([(0, nbytes, fd, "")], "FILE", self._backends)
+
+    def deregister(self, registered: object) -> None:
+        """Undo `register_file`; nothing where the lane cannot be used any more."""
+        if self.usable:
+            self._give_back(partial(self._deregister, registered))
+
     def transfer(self, pieces: Descriptors, files: dict[int, int], *, write: bool) -> None:
         """Move all pieces and wait for them.
 
@@ -150,8 +160,9 @@ class NixlLane:
         pieces : Descriptors
             Their memory must be covered.
         files : dict of int to int
-            Length of each open file by its descriptor. They are registered for this transfer alone (10 us
-            each): a number that the kernel gives to another file later never finds an old registration.
+            Length of each open file by its descriptor, those apart that `register_file` was told of. They are
+            registered for this transfer alone (10 us each with the POSIX plug-in): a number that the kernel
+            gives to another file later never finds an old registration.
         write : bool
 
         Raises
@@ -163,7 +174,8 @@ class NixlLane:
         try:
             rows = [(0, nbytes, fd, "") for fd, nbytes in files.items()]
             with self._turn:
-                registered = agent.register_memory(rows, "FILE", self._backends)
+                if rows:
+                    registered = agent.register_memory(rows, "FILE", self._backends)
                 handle = agent.initialize_xfer(
                     "WRITE" if write else "READ",
                     agent.get_xfer_descs(pieces.memory, self.plugin.memory),

@@ -16,7 +16,7 @@ import pytest
 
 from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
 from hicache_tier.testing.store import PageStoreSuite
-from hicache_tier_storage import kvikio_engine, kvikio_handles, open_store
+from hicache_tier_storage import kept_handles, kvikio_engine, open_store
 from hicache_tier_storage.kvikio_engine import KvikioEngine
 from hicache_tier_storage.kvikio_package import why_no_kvikio
 
@@ -134,7 +134,7 @@ def test_handles_stay_open_and_go_with_their_file(engine, bench):
 def test_descriptors_are_bounded(engine, bench):
     for number in range(40):
         assert not any(engine.write(bench.batch(filled(1), [(bench.slab(f"slab{number}"), 0)])))
-    assert len(engine._handles[True]) <= kvikio_handles.MOST + 1
+    assert len(engine._handles[True]) <= kept_handles.MOST + 1
     before = len(list(Path("/proc/self/fd").iterdir()))
     engine.close()
     assert len(list(Path("/proc/self/fd").iterdir())) < before

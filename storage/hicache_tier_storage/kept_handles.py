@@ -1,4 +1,4 @@
-"""Handles of kvikio that stay open from batch to batch, of slabs in one direction."""
+"""Handles of slabs, as packages open and register them, that stay open from batch to batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .slab import StoreFile
 
-MOST = 8  # that stay open while nobody uses them
+MOST = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -34,18 +34,22 @@ class KeptHandles:
     Parameters
     ----------
     open_file : callable
-        Takes a path; returns a handle with `fileno` and `close`.
+        Takes a descriptor of the file, which is closed soon after; returns what has `fileno` and `close`.
+    direct : bool
+        Whether that descriptor is one of O_DIRECT.
+    most : int
+        Handles that stay open while nobody uses them.
     """
 
-    def __init__(self, open_file: Callable[[str], Any]) -> None:
-        self._open_file = open_file
+    def __init__(self, open_file: Callable[[int], Any], *, direct: bool = False, most: int = MOST) -> None:
+        self._open_file, self._direct, self._most = open_file, direct, most
         self._lock = threading.Lock()
         self._kept: dict[StoreFile, Kept] = {}
 
     @contextmanager
     def batch(self) -> Iterator[Batch]:
         """Lend handles for the length of a block."""
-        self._trim(MOST)
+        self.trim(self._most)
         batch = Batch(self)
         try:
             yield batch
@@ -64,8 +68,8 @@ class KeptHandles:
         with self._lock:
             kept = self._kept.pop(file, None)
             if kept is None:
-                with file.open(direct=False) as fd:  # says what is wrong as the other engines do
-                    kept = Kept(self._open_file(f"/proc/self/fd/{fd}"))
+                with file.open(direct=self._direct) as fd:  # says what is wrong as the other engines do
+                    kept = Kept(self._open_file(fd))
             kept.users += 1
             try:
                 file.check(kept.handle.fileno())
@@ -78,7 +82,7 @@ class KeptHandles:
 
     def close(self) -> None:
         """Close all, those in use once they are given back."""
-        self._trim(0)
+        self.trim(0)
         with self._lock:
             for kept in self._kept.values():
                 kept.dropped = True
@@ -99,8 +103,8 @@ class KeptHandles:
         """Return the descriptors that are open."""
         return [kept.handle.fileno() for kept in self._kept.values()]
 
-    def _trim(self, most: int) -> None:
-        """Close handles of files that were removed, and the least recently used."""
+    def trim(self, most: int) -> None:
+        """Close idle handles: of files that were removed, and the least recently used."""
         with self._lock:
             idle = [file for file, kept in self._kept.items() if not kept.users]
             gone = {file for file in idle if not os.fstat(self._kept[file].handle.fileno()).st_nlink}
