@@ -101,6 +101,12 @@ class FormatVersionError(StoreError):
     kind = "format_version"
 
 
+class EncryptionError(StoreError):
+    """A store is encrypted and the key is missing or another one, or what encrypts is not installed."""
+
+    kind = "encryption"
+
+
 class StoreFullError(StoreError):
     """There is no room for even one page within the capacity or on the disk."""
 

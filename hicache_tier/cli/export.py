@@ -10,6 +10,7 @@ import click
 from hicache_tier.errors import InvalidArgumentError
 
 from .app import FINDING
+from .key import key_option
 from .output import byte_progress, json_option, print_json, show, size, table
 
 _WHY = {
@@ -80,6 +81,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
 @click.option("--overwrite", is_flag=True, help="Replace an archive that is there.")
 @click.option("--sync", is_flag=True, help="Have all on disk before the archive appears.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be written.")
+@key_option
 @json_option
 @click.pass_context
 def command(  # noqa: PLR0917 - click passes options by name
@@ -98,13 +100,15 @@ def command(  # noqa: PLR0917 - click passes options by name
     overwrite: bool,
     sync: bool,
     dry_run: bool,
+    encryption: str | None,
     as_json: bool,
 ) -> None:
     """Write the pages of the store at ROOT to DEST: a folder, a .zip, or the URL of an object store.
 
     Works while servers use the store, and then keeps out of their way. The archive is ordinary Zarr v3
     with named dimensions. An export that was stopped goes on where it was when the same command is given
-    again. Exit code 1 where pages of the store are damaged.
+    again. Pages of an encrypted store are decrypted: the archive is not encrypted. Exit code 1 where
+    pages of the store are damaged.
     """
     from hicache_tier_storage.archive import Selection, export_archive
     from hicache_tier_storage.archive.prompts import read_prompts
@@ -130,6 +134,7 @@ def command(  # noqa: PLR0917 - click passes options by name
                 sync=sync,
                 dry_run=dry_run,
                 progress=tell,
+                encryption=encryption,
             ).as_dict()
     except KeyboardInterrupt:
         click.echo("Stopped; the same command goes on where it was.", err=True)

@@ -9,6 +9,7 @@ import click
 from hicache_tier.layout import Layout
 
 from .app import FINDING
+from .key import key_option
 from .output import byte_progress, json_option, print_json, show, size, table
 
 _MOST_SHOWN = 20
@@ -36,6 +37,7 @@ _MOST_SHOWN = 20
               help="Then read the pages back, those used last first, so that they lie in memory "
                    "when a server starts.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be imported.")
+@key_option
 @json_option
 @click.pass_context
 def command(  # noqa: PLR0917 - click passes options by name
@@ -53,6 +55,7 @@ def command(  # noqa: PLR0917 - click passes options by name
     capacity: str | None,
     to_host: bool,
     dry_run: bool,
+    encryption: str | None,
     as_json: bool,
 ) -> None:
     """Bring the pages of the archive SRC (folder, .zip, URL) into the store at ROOT, new or in use.
@@ -82,6 +85,7 @@ def command(  # noqa: PLR0917 - click passes options by name
                 to_host=to_host,
                 dry_run=dry_run,
                 progress=report,
+                encryption=encryption,
             ).as_dict()
     except KeyboardInterrupt:
         click.echo("Stopped; what is stored stays, and the same command brings the rest.", err=True)

@@ -13,7 +13,7 @@ from .output import age, json_option, print_json, show, size, table
 _COUNTS = ("rank", "writer", "pool", "state", ">pages", ">bytes", ">capacity", ">full")
 _CHAINS = ("created", "used", ">prefixes", ">longest", ">orphans")
 _FIRST = ("model", "revision", "adapter")
-_APART = ("pools", "parallel", "format", "version")
+_APART = ("pools", "parallel", "format", "version", "encryption")
 
 
 @click.command("inspect", short_help="Show what a store holds.")
@@ -71,6 +71,8 @@ def _lines(identity: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [(n.replace("_", " "), str(identity[n])) for n in names if identity.get(n) not in unset]
     if identity.get("parallel"):
         lines.append(("parallel", ", ".join(f"{k} {v}" for k, v in identity["parallel"].items())))
+    if identity.get("encryption"):
+        lines.append(("encryption", str(identity["encryption"].get("algorithm"))))
     lines += [(f"{name} page", _geometry(pool)) for name, pool in identity.get("pools", {}).items()]
     return lines
 

@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from .app import FINDING
+from .key import key_option
 from .output import json_option, print_json, progress, show, table
 
 _REMARKS = {
     "prefix_loss": "sound pages that no prefix leads to any more, because of the damaged ones",
-    "unverifiable": "pages stored without a checksum, not verified",
+    "unverifiable": "pages without a checksum, or encrypted with a key that was not given: not verified",
     "unfinished": "slots in the middle of a write, which no reader takes for pages",
     "changed": "pages that changed while they were looked at",
 }
@@ -19,9 +20,10 @@ _REMARKS = {
 
 @click.command("verify", short_help="Check every record and checksum of a store.")
 @click.argument("root", type=click.Path(exists=True, file_okay=False))
+@key_option
 @json_option
 @click.pass_context
-def command(ctx: click.Context, root: str, as_json: bool) -> None:
+def command(ctx: click.Context, root: str, encryption: str | None, as_json: bool) -> None:
     """Read every record and page of the store at ROOT and check them; change nothing.
 
     Says what is damaged and what that costs. Exit code 1 where something is.
@@ -29,7 +31,7 @@ def command(ctx: click.Context, root: str, as_json: bool) -> None:
     from hicache_tier_storage.inspection import verify_root
 
     with progress("verifying", "pages") as report:
-        found = verify_root(root, progress=report)
+        found = verify_root(root, progress=report, encryption=encryption)
     if as_json:
         print_json(found)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .encryption import EncryptionKey
 from .engine import ByteEngine, PageBatch
 from .opening import open_store
 from .payload import HostPages
@@ -11,6 +12,7 @@ from .store import PageStore
 
 __all__ = [
     "ByteEngine",
+    "EncryptionKey",
     "HostPages",
     "PageBatch",
     "PageStatus",

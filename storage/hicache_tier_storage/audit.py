@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicache_tier.errors import FormatVersionError, StoreError
+from hicache_tier.errors import EncryptionError, FormatVersionError, StoreError
 
 from .capacity import PARTITION_NAME
 from .census import SlabCensus, SlotState, stray_slabs, take_census
 from .chains import Chains
 from .documents import document_problems, read_state
+from .encryption import match_key
 from .inside import ARRAY_FILE, PARTITION_FILE, read_inside
 from .metadata import read_attributes
 from .page_check import CHANGED, UNVERIFIABLE, PageCheck
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from .encryption import EncryptionKey
     from .partition import PartitionPaths
 
 _MAX_DETAILS = 1000
@@ -37,9 +39,11 @@ class PartitionAudit:
     ----------
     namespace : str
     paths : PartitionPaths
+    key : EncryptionKey, optional
     """
 
-    def __init__(self, namespace: str, paths: PartitionPaths) -> None:
+    def __init__(self, namespace: str, paths: PartitionPaths, key: EncryptionKey | None = None) -> None:
+        self._key = key
         match = PARTITION_NAME.fullmatch(paths.root.parent.name)
         self.namespace, self.paths, self.pool = namespace, paths, paths.root.name
         self.rank, self.writer = (match[1], int(match[2])) if match else (paths.root.parent.name, -1)
@@ -98,11 +102,13 @@ class PartitionAudit:
         try:
             facts = PartitionFacts.read(self.paths)
             axis_order = read_attributes(self.paths.root, PARTITION_FILE).get("axis_order")
-        except FormatVersionError:
+        except (FormatVersionError, EncryptionError):
             raise
         except StoreError as error:
             self._file_damaged(str(error))
             return None
+        if self._key is not None and facts.encrypted:
+            match_key(self._key, facts.key_check, self.paths.namespace, self.paths.root)
         _, problem = read_state(self.paths, facts)
         problems = [problem] if problem else []
         problems += document_problems(self.paths, facts, axis_order)
@@ -131,7 +137,7 @@ class PartitionAudit:
             return
         sound = np.ones(len(records), np.bool_)
         kept = np.ones(len(records), np.bool_)
-        with PageCheck(self.paths, facts, census.number) as page:
+        with PageCheck(self.paths, facts, census.number, self._key) as page:
             for i, (at, key) in enumerate(zip(index.tolist(), keys_of(records), strict=True)):
                 verdict = page.judge(at, census.words[at])
                 if verdict == CHANGED:

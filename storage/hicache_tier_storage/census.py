@@ -12,6 +12,7 @@ import numpy as np
 
 from .inside import ARRAY_FILE, open_inside
 from .record import (
+    AES_256_GCM,
     BAD,
     CHECKSUM_NONE,
     CHECKSUM_XXH3,
@@ -101,8 +102,9 @@ def read_records(fd: int, first: int, count: int) -> Words:
     return words.reshape(-1, RECORD_WORDS)
 
 
-def judge(words: Words, page_nbytes: int) -> tuple[NDArray[np.uint8], dict[int, str]]:
+def judge(words: Words, page_nbytes: int, *, encrypted: bool) -> tuple[NDArray[np.uint8], dict[int, str]]:
     """Give every record its `SlotState`, and say what is wrong with those that are damaged."""
+    known = (AES_256_GCM,) if encrypted else (CHECKSUM_NONE, CHECKSUM_XXH3)
     records = as_records(words)
     states = np.full(len(records), SlotState.FREE, np.uint8)
     used = words.any(axis=1)
@@ -122,8 +124,8 @@ def judge(words: Words, page_nbytes: int) -> tuple[NDArray[np.uint8], dict[int, 
         (page & ((length < 1) | (length > KEY_MAX_NBYTES)), "the key's length cannot be"),
         (page & (stable["valid_nbytes"] != page_nbytes), "the page is of another length"),
         (
-            page & ~np.isin(stable["algorithm"], (CHECKSUM_NONE, CHECKSUM_XXH3)),
-            "the checksum is of an unknown kind",
+            page & ~np.isin(stable["algorithm"], known),
+            "the page is not encrypted" if encrypted else "the checksum is of an unknown kind",
         ),
     )
     reasons: dict[int, str] = {}
@@ -150,12 +152,12 @@ def take_census(paths: PartitionPaths, facts: PartitionFacts, number: int) -> Sl
     try:
         size = os.fstat(fd).st_size
         words = read_records(fd, 0, shape.slots)
-        states, reasons = judge(words, shape.page_nbytes)
+        states, reasons = judge(words, shape.page_nbytes, encrypted=facts.encrypted)
         for _ in range(_LOOKS):
             if not reasons:
                 break
             time.sleep(_LOOK_S)
-            _look_again(fd, words, states, reasons, shape.page_nbytes)
+            _look_again(fd, words, states, reasons, facts)
     finally:
         os.close(fd)
     problem = slab_problem(paths, facts, number)
@@ -171,13 +173,13 @@ def take_census(paths: PartitionPaths, facts: PartitionFacts, number: int) -> Sl
 
 
 def _look_again(
-    fd: int, words: Words, states: NDArray[np.uint8], reasons: dict[int, str], page_nbytes: int
+    fd: int, words: Words, states: NDArray[np.uint8], reasons: dict[int, str], facts: PartitionFacts
 ) -> None:
     for at in list(reasons):
         again = read_records(fd, at, 1)
         if len(again):
             words[at] = again[0]
-            state, reason = judge(again, page_nbytes)
+            state, reason = judge(again, facts.shape.page_nbytes, encrypted=facts.encrypted)
             states[at] = state[0]
             del reasons[at]
             if reason:

@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_tier.errors import FormatVersionError, NotAStoreError, StoreError
+from hicache_tier.errors import EncryptionError, FormatVersionError, NotAStoreError, StoreError
 
 from .capacity import settle_demand, uses_of
-from .identity import FORMAT_NAME, FORMAT_VERSION
+from .encryption import encryption_attribute
+from .identity import FORMAT_NAME, FORMAT_VERSION, PLAIN_VERSION
 from .inside import ARRAY_FILE, PARTITION_FILE, read_inside, remove_inside
 from .locks import let_go, open_lock, try_lock
 from .metadata import (
@@ -96,6 +97,8 @@ def existing_facts(paths: PartitionPaths, wanted: PartitionFacts) -> tuple[Parti
     ------
     FormatVersionError
         For a partition of a later version; it is left as it is.
+    EncryptionError
+        For one of another key; the same.
     StoreError
         Where it cannot be read; it is left as it is.
     """
@@ -122,12 +125,14 @@ def _read_facts(paths: PartitionPaths, wanted: PartitionFacts) -> tuple[Partitio
     facts: PartitionFacts | None = None
     try:
         facts = PartitionFacts.read(paths)
-    except FormatVersionError:
+    except (FormatVersionError, EncryptionError):
         raise
     except StoreError as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error, NotAStoreError):
             raise  # it cannot be read now (EMFILE, EIO, access denied): no reason to lose its pages
         damage.append(f"the partition's group is damaged: {error}")
+    if facts is not None and facts.key_check != wanted.key_check:
+        raise EncryptionError(f"{paths.root} is encrypted with another key; its pages are left as they are.")
     shape = _stated_shape(paths, wanted) if paths.slab_numbers() else None
     if shape is not None and (facts is None or facts.shape != shape):
         facts = replace(wanted, shape=shape)
@@ -200,13 +205,13 @@ def write_documents(
     shape = facts.shape
     for folder in (paths.pages, paths.slots, paths.state.parent):
         access.make_folder(folder)
-    pages = pages_document(facts.geometry, layout, capacity, shape.slots)
+    pages = pages_document(facts.geometry, layout, capacity, shape.slots, encrypted=facts.encrypted)
     write_document(paths.pages, pages, ARRAY_FILE, access)
     write_document(paths.slots, slots_document(capacity, shape.slots), ARRAY_FILE, access)
     write_document(paths.state.parent, state_document(), ARRAY_FILE, access)
     attributes = {
         "format": FORMAT_NAME,
-        "version": FORMAT_VERSION,
+        "version": FORMAT_VERSION if facts.encrypted else PLAIN_VERSION,
         "rank": facts.rank,
         "writer": facts.writer,
         "pool": facts.pool,
@@ -219,5 +224,6 @@ def write_documents(
         "page_nbytes": shape.page_nbytes,
         "stride": shape.stride,
         "slots_per_slab": shape.slots,
+        **encryption_attribute(facts.key_check),
     }
     write_document(paths.root, group_document(attributes), PARTITION_FILE, access)

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicache_tier.errors import EngineUnavailableError, FormatVersionError, InvalidArgumentError, StoreError
+from hicache_tier.errors import (
+    EncryptionError,
+    EngineUnavailableError,
+    FormatVersionError,
+    InvalidArgumentError,
+    StoreError,
+)
 
 from .capacity import PARTITION_NAME
 from .census import SlotState, take_census
@@ -63,6 +69,8 @@ def open_dataset(
         Where xarray or ml_dtypes is not installed.
     InvalidArgumentError
         Where no partition, or more than one, is as described; lists those there are.
+    EncryptionError
+        Where its pages are encrypted.
     NotAStoreError, FormatVersionError, StoreError
         Where `root` is no store, of a later version, or cannot be read.
     """
@@ -80,6 +88,8 @@ def open_dataset(
     found = survey(root)
     paths = _choose(found, namespace, rank, writer, pool)
     facts = PartitionFacts.read(paths)
+    if facts.encrypted:
+        raise EncryptionError(f"{paths.root} is encrypted: open an export of it, made with its key.")
     attributes = read_attributes(paths.root, PARTITION_FILE)
     array = zarr.open_array(str(paths.pages), mode="r", zarr_format=3)
     dtype = numpy_dtype(facts.geometry.dtype.label)

@@ -54,7 +54,9 @@ def document_problems(paths: PartitionPaths, facts: PartitionFacts, axis_order: 
         found[folder.name] = _read(folder, problems)
     capacity = _capacity(found["pages"]) or _capacity(found["slots"])
     wanted = {
-        "pages": pages_document(facts.geometry, layout, capacity, facts.shape.slots),
+        "pages": pages_document(
+            facts.geometry, layout, capacity, facts.shape.slots, encrypted=facts.encrypted
+        ),
         "slots": slots_document(capacity, facts.shape.slots),
         "state": state_document(),
     }

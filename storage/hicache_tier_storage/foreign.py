@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hicache_tier.geometry import KVGeometry
 
+    from .encryption import EncryptionKey
     from .partition import PartitionPaths
     from .slab import FileCache
 
@@ -54,12 +55,14 @@ class ForeignPages:
         cache: FileCache,
         boot: bytes,
         owners: Owners = Owners.ANY,
+        key: EncryptionKey | None = None,
     ) -> None:
         self.index: dict[bytes, tuple[ReaderPartition, int]] = {}
         self.partitions: dict[Path, ReaderPartition] = {}
         self._root, self._namespace = root, namespace
         self._rank, self._pool, self._own = rank, pool, own
         self._geometry, self._cache, self._boot, self._owners = geometry, cache, boot, owners
+        self._key = key
         self._copies: dict[bytes, set[tuple[ReaderPartition, int]]] = {}  # places that `index` does not name
         self._listed: tuple[tuple[str, int, int], ...] = ()
         self._failing: set[Path] = set()
@@ -128,7 +131,9 @@ class ForeignPages:
                 continue
             try:
                 self._owners.check(paths.root)
-                partition = ReaderPartition(paths, self._cache, boot=self._boot, expected=self._geometry)
+                partition = ReaderPartition(
+                    paths, self._cache, boot=self._boot, expected=self._geometry, key=self._key
+                )
             except (StoreError, OSError) as error:
                 refused[paths.root] = str(error)
                 continue

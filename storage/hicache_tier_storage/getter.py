@@ -18,9 +18,9 @@ from .record import (
     Words,
     as_records,
     checksum_seed,
-    committed,
     key_field,
 )
+from .sealed_engine import SealedEngine
 from .slab import SlabDamagedError
 from .status import ABSENT, CHANGED, CHECKSUM, LOADED, PageStatus, failed
 from .writer import WriterPartition
@@ -231,13 +231,17 @@ class Getter:
         if not len(found.slots):
             return
         suspect = self._suspects(found)
-        sums = _sums(found, request, suspect) if suspect.any() else None
         files, offsets = partition.locate(found.slots)
-        payload = request.payload.take(found.rows)
-        reasons = payload.move(
-            self._core.engine_for(payload), Places(files, offsets, partition.facts.shape), sums, write=False
-        )
-        wrong = _wrong(found, sums) if sums is not None else set()
+        payload, places = request.payload.take(found.rows), Places(files, offsets, partition.facts.shape)
+        engine = self._core.engine_for(payload)
+        if partition.cipher is not None:
+            sealed = SealedEngine(engine, partition.cipher, as_records(found.words), found.slots, places)
+            reasons = payload.move(sealed, places, None, write=False)
+            wrong = sealed.wrong
+        else:
+            sums = _sums(found, request, suspect) if suspect.any() else None
+            reasons = payload.move(engine, places, sums, write=False)
+            wrong = _wrong(found, sums) if sums is not None else set()
         self._judge(found, reasons, wrong, request, lost)
         if suspect.any():
             checked = [i for i in np.flatnonzero(suspect).tolist() if i not in wrong and not reasons[i]]
@@ -292,7 +296,7 @@ class Getter:
         """Keep the pages whose records are stable, committed, whole, and of the key asked for."""
         records = as_records(found.words)
         wanted = [request.keys[row] for row in found.rows.tolist()]
-        good = committed(records, found.partition.facts.shape.page_nbytes)
+        good = found.partition.committed(records)
         good &= (records["key"] == key_field(wanted)).all(axis=1)
         good &= records["key_nbytes"] == [len(key) for key in wanted]
         if good.all():
@@ -377,7 +381,7 @@ class Getter:
         if not same.all():
             # A record re-published for its access time alone keeps its commit sequence and its key.
             after = self._records(found.partition, found.slots)
-            again = committed(as_records(after), found.partition.facts.shape.page_nbytes)
+            again = found.partition.committed(as_records(after))
             same |= again & (before[:, _CONSTANT] == after[:, _CONSTANT]).all(axis=1)
         return same
 

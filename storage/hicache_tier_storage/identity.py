@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.geometry import PoolKind
 
+from .encryption import ALGORITHM, encryption_attribute
+
 if TYPE_CHECKING:
     from hicache_tier.geometry import KVGeometry
     from hicache_tier.layout import Layout
 
 FORMAT_NAME = "hct"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+PLAIN_VERSION = 1
+"""What is not encrypted is of version 1 to the byte, and says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Identity:
         Tenant salt. Only its digest is ever written.
     tp, pp, cp : Coordinate
         Tensor, pipeline and context parallel coordinates.
+    encrypted : bool
+        Whether the pages are; the key is no part of the identity, so that a wrong one is told from a miss.
     """
 
     geometry: KVGeometry
@@ -80,6 +86,7 @@ class Identity:
     scales: str | None = None
     rope: str | None = None
     key_algorithm: str | None = "sha256-chain"
+    encrypted: bool = False
 
     @classmethod
     def build(cls, geometry: KVGeometry, layout: Layout, **fields: Any) -> Identity:  # noqa: ANN401
@@ -140,6 +147,7 @@ class Identity:
             ("key_algorithm", self.key_algorithm),
             ("tenant", self.tenant),
             ("adapter", self.adapter),
+            *([("encryption", ALGORITHM)] if self.encrypted else []),
         ]
 
     @property
@@ -148,12 +156,15 @@ class Identity:
         same = set.intersection(*(set(_replicated(geometry)) for geometry in self.pools.values()))
         return {c.axis: c.size for c in (self.tp, self.pp, self.cp) if c.axis not in same}
 
-    def as_attributes(self) -> dict[str, Any]:
-        """Readable form, kept in the namespace group's attributes; the tenant's salt as a digest."""
+    def as_attributes(self, key_check: str = "") -> dict[str, Any]:
+        """Readable form, kept in the namespace group's attributes; the tenant's salt as a digest.
+
+        `key_check` is that of the key, where pages are encrypted.
+        """
         tenant = None if self.tenant is None else hashlib.sha256(self.tenant.encode()).hexdigest()[:16]
         return {
             "format": FORMAT_NAME,
-            "version": FORMAT_VERSION,
+            "version": FORMAT_VERSION if self.encrypted else PLAIN_VERSION,
             "model": self.model,
             "revision": self.revision,
             "pools": {name: geometry.as_dict() for name, geometry in self.pools.items()},
@@ -164,6 +175,7 @@ class Identity:
             "tenant_sha256": tenant,
             "adapter": self.adapter,
             "parallel": self._parallel,
+            **encryption_attribute(key_check),
         }
 
 

@@ -14,6 +14,7 @@ from .capacity import PARTITION_NAME
 from .census import SlotState, stray_slabs, take_census
 from .chains import Chains
 from .documents import document_problems, read_state
+from .encryption import ALGORITHM
 from .inside import PARTITION_FILE
 from .liveness import live_writers
 from .metadata import read_attributes
@@ -46,7 +47,7 @@ def inspect_root(root: str | os.PathLike[str]) -> dict[str, Any]:
     dict
         `namespaces`: a list of `{namespace, identity, damage, partitions}`; `foreign`: paths, relative to
         the root, of entries that the store did not make. A partition is `{rank, writer, pool, pages, bytes,
-        capacity_bytes, page_nbytes, axes, logical_dtype, slabs, slots_per_slab, allocated_bytes,
+        capacity_bytes, page_nbytes, axes, logical_dtype, encryption, slabs, slots_per_slab, allocated_bytes,
         writer_live, clean, epoch, oldest_created, newest_created, oldest_accessed, newest_accessed (Unix
         seconds, None where there is no page), pinned, suspect_pages, unfinished,
         chains: {roots, leaves, longest, orphans}, damage}`. `bytes` is
@@ -117,6 +118,7 @@ class _Report:
             "page_nbytes": facts.geometry.page_nbytes,
             "axes": _axes(attributes),
             "logical_dtype": facts.geometry.dtype.label,
+            "encryption": ALGORITHM if facts.encrypted else None,
             "slabs": slabs,
             "slots_per_slab": facts.shape.slots,
             "allocated_bytes": allocated,
@@ -140,7 +142,9 @@ def _empty(paths: PartitionPaths) -> dict[str, Any]:
         "pool": paths.root.name,
         **dict.fromkeys(("pages", "bytes", "capacity_bytes", "slabs", "allocated_bytes"), 0),
         **dict.fromkeys(("pinned", "suspect_pages", "unfinished"), 0),
-        **dict.fromkeys(("page_nbytes", "logical_dtype", "slots_per_slab", "clean", "epoch", *_AGES)),
+        **dict.fromkeys(
+            ("page_nbytes", "logical_dtype", "encryption", "slots_per_slab", "clean", "epoch", *_AGES)
+        ),
         "axes": [],
     }
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hicache_tier.errors import FormatVersionError, NotAStoreError, StoreError
 
 from .access import Access
+from .encryption import ALGORITHM
 from .identity import FORMAT_NAME, FORMAT_VERSION
 from .inside import NotPlainError, folder_of, read_inside
 from .record import RECORD_NBYTES
@@ -56,11 +57,19 @@ def _array(
     }
 
 
+def stored_axes(geometry: KVGeometry, layout: Layout, *, encrypted: bool) -> dict[str, int]:
+    """Names and lengths of a page's axes in the `pages` array; an encrypted page is but bytes."""
+    if encrypted:
+        return {"byte": geometry.page_nbytes}
+    return dict(zip(layout.page_dimension_names(geometry), layout.page_shape(geometry), strict=True))
+
+
 def pages_document(
-    geometry: KVGeometry, layout: Layout, capacity: int, slots_per_slab: int
+    geometry: KVGeometry, layout: Layout, capacity: int, slots_per_slab: int, *, encrypted: bool = False
 ) -> dict[str, Any]:
     """`zarr.json` of the `pages` array: shape `[capacity, *page_shape]`, one shard a slab."""
-    page = list(layout.page_shape(geometry))
+    axes = stored_axes(geometry, layout, encrypted=encrypted)
+    page = list(axes.values())
     sharding = {
         "name": "sharding_indexed",
         "configuration": {
@@ -70,16 +79,17 @@ def pages_document(
             "index_location": "end",
         },
     }
-    dtype = geometry.dtype.storage if geometry.uniform else "uint8"
+    dtype = geometry.dtype.storage if geometry.uniform and not encrypted else "uint8"
     return _array(
         [capacity, *page],
         [slots_per_slab, *page],
         dtype,
         [sharding],
-        ["slot", *layout.page_dimension_names(geometry)],
+        ["slot", *axes],
         logical_dtype=geometry.dtype.label,
         page_nbytes=geometry.page_nbytes,
         components=component_table(geometry, layout),
+        **({"encryption": ALGORITHM} if encrypted else {}),
     )
 
 

@@ -8,11 +8,12 @@ import re
 import resource
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicache_tier.errors import InvalidArgumentError, NotAStoreError, StoreError
+from hicache_tier.errors import EncryptionError, InvalidArgumentError, NotAStoreError, StoreError
 from hicache_tier.geometry import KVGeometry, PoolKind
 from hicache_tier.layout import Layout
 
@@ -20,9 +21,10 @@ from .access import Access, Owners
 from .asked_capacity import parse_capacity
 from .capacity import LOCK_NAME, RootBudget, partition_paths
 from .creation import lock_partition, refuse_link
+from .encryption import EncryptionKey, match_key, stated_check
 from .foreign import ForeignPages
 from .identity import Identity
-from .inside import NAMESPACE_FILE, RANK_FILE
+from .inside import NAMESPACE_FILE, PARTITION_FILE, RANK_FILE
 from .locks import let_go
 from .metadata import group_document, plain_group_document, read_attributes, write_document
 from .placement import distinct_roots, split_capacity
@@ -111,6 +113,7 @@ def open_store(
     read_only: bool = False,
     access: str | Access = "private",
     owners: str | Owners = "self",
+    encryption: EncryptionKey | str | os.PathLike[str] | None = None,
 ) -> PageStore:
     """Open a store, creating it where there is none.
 
@@ -156,6 +159,9 @@ def open_store(
     owners : str
         `self`: a root, namespace or partition of another user is refused, or passed over. `any`: taken all
         the same, as a group that shares a root needs.
+    encryption : EncryptionKey, path or str, optional
+        Encrypt pages with AES-256-GCM by this key: the path of a file of 64 hex digits, or `env:NAME` for an
+        environment variable that holds them. Keys of pages, times and sizes are not hidden.
 
     Raises
     ------
@@ -163,6 +169,8 @@ def open_store(
         For a wrong argument.
     NotAStoreError, FormatVersionError, StoreFullError, StoreError
         Where `root` cannot be used as asked. Nothing was changed.
+    EncryptionError
+        Where the pages that are there are encrypted with another key, or were not asked for as encrypted.
     EngineUnavailableError
         Where the engine or mode that was insisted on does not work there.
     """
@@ -172,6 +180,7 @@ def open_store(
     _check_options(geometry, layout, verify)
     check_engine(engine, io_mode, threads)
     pool = _pool_name(pool, geometry)
+    key = EncryptionKey.parse(encryption)
     identity = Identity.build(
         geometry,
         layout,
@@ -187,6 +196,7 @@ def open_store(
         tp=tp,
         pp=pp,
         cp=cp,
+        encrypted=key is not None,
     )
     way = _Way(
         identity,
@@ -200,6 +210,7 @@ def open_store(
         read_only,
         Access.parse(access),
         Owners.parse(owners),
+        key,
     )
     if isinstance(root, list | tuple):
         paths = distinct_roots([_root_path(one) for one in root])
@@ -226,6 +237,7 @@ class _Way:
     read_only: bool
     access: Access
     owners: Owners
+    key: EncryptionKey | None
 
 
 def _open_root(path: Path, way: _Way, capacity_bytes: int | str | None, files: int) -> PageStore:
@@ -238,8 +250,7 @@ def _open_root(path: Path, way: _Way, capacity_bytes: int | str | None, files: i
     if not read_only:
         check_capacity(identity.geometry.page_nbytes, capacity_nbytes)
     check_root(path, create=not read_only)
-    with suppress(NotAStoreError):  # a new namespace, or one whose group a writer writes again
-        read_attributes(path / identity.namespace, NAMESPACE_FILE)  # refuses a later version
+    _check_key(path, way)
     chosen = _engine(path, way.engine, way.io_mode, way.threads, read_only=read_only)
     cache = FileCache(files)
     writer = foreign = None
@@ -248,7 +259,7 @@ def _open_root(path: Path, way: _Way, capacity_bytes: int | str | None, files: i
             _make_root(path, way.access)
         budget = RootBudget(path, capacity_nbytes, way.access)
         if not read_only:
-            writer = _take_partition(budget, identity, way.layout, cache)
+            writer = _take_partition(budget, identity, way.layout, cache, way.key)
         foreign = ForeignPages(
             path,
             identity.namespace,
@@ -259,6 +270,7 @@ def _open_root(path: Path, way: _Way, capacity_bytes: int | str | None, files: i
             cache=cache,
             boot=boot_id(),
             owners=way.owners,
+            key=way.key,
         )
         return PageStore(
             identity=identity,
@@ -285,6 +297,29 @@ def _open_root(path: Path, way: _Way, capacity_bytes: int | str | None, files: i
         if isinstance(error, OSError) and not isinstance(error, StoreError):
             raise StoreError(f"{path} cannot be opened: {error.strerror or error}.") from error
         raise
+
+
+def _check_key(path: Path, way: _Way) -> None:
+    """Refuse a namespace of a later version or another key, and no key where pages are encrypted."""
+    identity, key = way.identity, way.key
+    space = path / identity.namespace
+    partitions = ((paths.root, PARTITION_FILE) for paths in partition_paths(path, identity.namespace))
+    for folder, depth in chain([(space, NAMESPACE_FILE)], partitions):
+        with suppress(NotAStoreError):  # it is new, or damaged: a writer writes it again
+            check = stated_check(read_attributes(folder, depth), folder)
+            match_key(key, check, identity.namespace, space)
+            break
+    other = path / replace(identity, encrypted=key is None).namespace
+    if not other.is_dir():
+        return
+    if key is None:
+        raise EncryptionError(
+            f"{path} holds pages of this identity that are encrypted ({other.name}): name the key file they "
+            "were made with (encryption=...), or remove that folder to keep pages unencrypted."
+        )
+    _LOG.warning(
+        "%s holds pages of this identity that are not encrypted; they are not used: %s", path, other.name
+    )
 
 
 def _engine(
@@ -344,7 +379,7 @@ def _make_root(path: Path, access: Access) -> None:
 
 
 def _take_partition(
-    budget: RootBudget, identity: Identity, layout: Layout, cache: FileCache
+    budget: RootBudget, identity: Identity, layout: Layout, cache: FileCache, key: EncryptionKey | None
 ) -> WriterPartition:
     space = budget.root / identity.namespace
     try:
@@ -355,7 +390,8 @@ def _take_partition(
             except NotAStoreError as error:
                 if (space / "zarr.json").exists():
                     _LOG.warning("%s It is written again.", error)
-                document = group_document(identity.as_attributes())
+                check = "" if key is None else key.check_of(identity.namespace)
+                document = group_document(identity.as_attributes(check))
                 write_document(space, document, NAMESPACE_FILE, budget.access)
             paths, number, fd = lock_partition(space, identity.rank, identity.pool, budget.access)
             try:
@@ -371,6 +407,7 @@ def _take_partition(
                     layout=layout,
                     budget=budget,
                     cache=cache,
+                    key=key,
                 )
             except BaseException:
                 let_go(fd)

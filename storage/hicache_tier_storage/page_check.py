@@ -10,11 +10,13 @@ import numpy as np
 import xxhash
 
 from .census import SlotState, judge, open_file, read_records
+from .page_cipher import PageCipher
 from .record import CHECKSUM_XXH3, RECORD_WORDS, SEQUENCE_WORD, as_records, checksum_seed, keys_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from .encryption import EncryptionKey
     from .partition import PartitionFacts, PartitionPaths
 
 CHANGED: Final = "changed"
@@ -31,10 +33,16 @@ class PageCheck:
     facts : PartitionFacts
     number : int
         Of the slab.
+    key : EncryptionKey, optional
+        Without it pages that are encrypted are `UNVERIFIABLE`.
     """
 
-    def __init__(self, paths: PartitionPaths, facts: PartitionFacts, number: int) -> None:
-        self._shape = facts.shape
+    def __init__(
+        self, paths: PartitionPaths, facts: PartitionFacts, number: int, key: EncryptionKey | None = None
+    ) -> None:
+        self._facts, self._shape = facts, facts.shape
+        self._first = number * facts.shape.slots
+        self._cipher = PageCipher(key, paths.root) if key is not None and facts.encrypted else None
         self._paths = (paths.slab(number, facts.page_axes), paths.table(number))
         self._files: list[int] = []
         self._buffer = memoryview(bytearray(facts.shape.page_nbytes))
@@ -56,8 +64,9 @@ class PageCheck:
         Returns
         -------
         str
-            Nothing for a sound page, `UNVERIFIABLE` where it has no checksum, `CHANGED` where the slot does
-            not hold that page any more, or what is wrong with it.
+            Nothing for a sound page, `UNVERIFIABLE` where it has no checksum or is encrypted with a key that
+            was not given, `CHANGED` where the slot does not hold that page any more, or what is wrong with
+            it.
         """
         if len(self._files) < len(self._paths):
             return CHANGED
@@ -69,7 +78,7 @@ class PageCheck:
             again = read_records(table, at, 1)
             if np.array_equal(again, words[None]):
                 return reason
-            states, _ = judge(again, self._shape.page_nbytes)
+            states, _ = judge(again, self._shape.page_nbytes, encrypted=self._facts.encrypted)
             same = len(again) == 1 and again[0, SEQUENCE_WORD] == words[SEQUENCE_WORD]
             if not same or states[0] != SlotState.COMMITTED:
                 return CHANGED
@@ -86,6 +95,9 @@ class PageCheck:
             if not got:
                 return f"only {done} of {wanted} bytes can be read"
             done += got
+        if self._cipher is not None:
+            good = self._cipher.open_page(record, self._first + at, self._buffer)
+            return "" if good else "the page is not authentic"
         if record["algorithm"][0] != CHECKSUM_XXH3:
             return UNVERIFIABLE
         seed = checksum_seed(keys_of(record)[0])

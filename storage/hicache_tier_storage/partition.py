@@ -15,9 +15,11 @@ import numpy as np
 from hicache_tier.errors import FormatVersionError, StoreError
 from hicache_tier.geometry import KVGeometry
 
+from .encryption import match_key, stated_check
 from .inside import ARRAY_FILE, PARTITION_FILE, read_inside, remove_inside
 from .journal import Journal
 from .metadata import read_attributes
+from .page_cipher import PageCipher
 from .record import COMMITTED, GENERATION_WORD, Words, as_records, committed, keys_of
 from .slab import SLAB_TARGET_NBYTES, SLOT_ALIGNMENT, FileCache, SlabDamagedError, SlabShape, StoreFile
 from .state import StateBlock
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from .encryption import EncryptionKey
+
 _LOG = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.1  # at a slab that cannot be read
 _GRACE_S = 0.5  # what its writer is at with a slab is over by then
@@ -37,6 +41,8 @@ _LOOKS = 4
 _LOOK_S = 0.001  # at a table whose slab is missing, or whose records are being published
 MAX_SLAB_NBYTES = 2 * SLAB_TARGET_NBYTES
 """Bytes of the slots of a slab of several pages: what a partition says of itself is not trusted."""
+MAX_PAGE_NBYTES = (1 << 32) - 1
+"""Bytes of a page that a record can state."""
 MAX_TABLE_NBYTES = table_nbytes(MAX_SLAB_NBYTES // SLOT_ALIGNMENT)
 
 
@@ -45,6 +51,11 @@ class PartitionPaths:
     """Where the files of a partition lie."""
 
     root: Path
+
+    @property
+    def namespace(self) -> str:
+        """Name of the namespace."""
+        return self.root.parts[-3]
 
     @property
     def pages(self) -> Path:
@@ -101,6 +112,12 @@ class PartitionFacts:
     geometry: KVGeometry
     page_axes: int
     shape: SlabShape
+    key_check: str = ""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the pages are encrypted."""
+        return bool(self.key_check)
 
     @classmethod
     def read(cls, paths: PartitionPaths) -> PartitionFacts:
@@ -117,11 +134,12 @@ class PartitionFacts:
                 geometry,
                 int(attributes["page_axes"]),
                 SlabShape(geometry.page_nbytes, stride, slots),
+                stated_check(attributes, paths.root),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{paths.root}: the partition's attributes are damaged: {error!r}.") from error
         wanted = SlabShape.choose(geometry.page_nbytes, 0).stride
-        large = slots > 1 and slots * stride > MAX_SLAB_NBYTES
+        large = (slots > 1 and slots * stride > MAX_SLAB_NBYTES) or geometry.page_nbytes > MAX_PAGE_NBYTES
         if stride != wanted or slots < 1 or slots & (slots - 1) or large or not 1 <= facts.page_axes <= 8:
             raise StoreError(f"{paths.root}: stride {stride} or {slots} slots a slab cannot be.")
         return facts
@@ -152,19 +170,29 @@ class Partition:
     facts : PartitionFacts
     cache : FileCache
     writable : bool
+    key : EncryptionKey, optional
+        Where the pages are encrypted.
 
     Attributes
     ----------
+    cipher : PageCipher or None
     trusted : uint64, one a slot
         Commit sequence of the page that this process wrote or verified there, 0 for none. Any other page is
         verified when it is first read.
     """
 
     def __init__(
-        self, paths: PartitionPaths, facts: PartitionFacts, cache: FileCache, *, writable: bool
+        self,
+        paths: PartitionPaths,
+        facts: PartitionFacts,
+        cache: FileCache,
+        *,
+        writable: bool,
+        key: EncryptionKey | None = None,
     ) -> None:
         self.paths = paths
         self.facts = facts
+        self.cipher = None if key is None else PageCipher(key, paths.root)
         self.writable = writable
         self.tables = SlotTables(facts.shape.slots)
         self.slabs: dict[int, StoreFile] = {}
@@ -238,11 +266,15 @@ class Partition:
             self.damage.append(line)
             _LOG.warning("%s: %s: dropped, the rest serves", self.paths.root, what)
 
+    def committed(self, records: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Tell which records are those of a page of this partition."""
+        return committed(records, self.facts.shape.page_nbytes, encrypted=self.facts.encrypted)
+
     def pages_of(self, number: int, words: Words | None = None) -> Pages:
         """Return the committed pages of a mapped slab (copies of their records); `words` is its table."""
         words = self.tables.tables[number].words.copy() if words is None else words
         records = as_records(words)
-        good = committed(records, self.facts.shape.page_nbytes)
+        good = self.committed(records)
         index = np.flatnonzero(good)
         kept = records if good.all() else records[good]
         return Pages(index.astype(np.int64) + number * self.facts.shape.slots, kept, keys_of(kept))
@@ -288,13 +320,20 @@ class ReaderPartition(Partition):
     """
 
     def __init__(
-        self, paths: PartitionPaths, cache: FileCache, *, boot: bytes, expected: KVGeometry | None = None
+        self,
+        paths: PartitionPaths,
+        cache: FileCache,
+        *,
+        boot: bytes,
+        expected: KVGeometry | None = None,
+        key: EncryptionKey | None = None,
     ) -> None:
         self._made = _made(paths)
         facts = PartitionFacts.read(paths)
+        match_key(key, facts.key_check, paths.namespace, paths.root)
         if expected is not None and facts.geometry != expected:
             raise StoreError(f"{paths.root}: the partition holds another geometry.")
-        super().__init__(paths, facts, cache, writable=False)
+        super().__init__(paths, facts, cache, writable=False, key=key)
         self.held: dict[int, bytes] = {}
         state = self.read_state()
         self.suspect = state is None or (not state.clean and state.boot_id != boot)
@@ -408,7 +447,7 @@ class ReaderPartition(Partition):
                 yield from self._look_at(number, everything=True)
                 continue
             records = as_records(self.tables.gather(mine))
-            good = committed(records, self.facts.shape.page_nbytes)
+            good = self.committed(records)
             self._look_again_at(mine, records)
             yield mine[~good]
             kept = records[good]

@@ -11,6 +11,7 @@ import numpy.ma  # np.unique would import it at its first call, when a fork may 
 
 from .payload import Places, Sums
 from .record import CHECKSUM_XXH3, FLAG_FROM_GPU, FLAG_PINNED, checksum_seed, key_field, new_records
+from .sealed_engine import SealedEngine
 from .slab import SlabDamagedError
 from .status import ALREADY_STORED, STORED, PageStatus, failed
 
@@ -99,7 +100,7 @@ class Putter:
     core : StoreCore
     writer : WriterPartition
     checksums : bool
-        Whether a checksum is stored with each page.
+        Whether a checksum is stored with each page that is not encrypted.
     """
 
     def __init__(self, core: StoreCore, writer: WriterPartition, *, checksums: bool) -> None:
@@ -241,15 +242,16 @@ class Putter:
             files, offsets = writer.locate(slots)
         except SlabDamagedError:
             return self._commit_some(pending, ["slab_dropped"] * len(slots), {})
-        sums = None
-        if self._checksums:
+        payload, places = offer.payload, Places(files, offsets, writer.facts.shape)
+        sums, engine = None, core.engine_for(offer.payload)
+        if writer.cipher is not None:
+            writer.cipher.prepare(records, pending.odd)
+            engine = SealedEngine(engine, writer.cipher, records, slots, places)
+        elif self._checksums:
             records["algorithm"] = CHECKSUM_XXH3
             seeds = [checksum_seed(key) for key in offer.keys]
             sums = Sums(seeds, [True] * len(seeds), records["checksum"])
-        payload = offer.payload
-        reasons = payload.move(
-            core.engine_for(payload), Places(files, offsets, writer.facts.shape), sums, write=True
-        )
+        reasons = payload.move(engine, places, sums, write=True)
         damage = writer.tables.damaged(slots)
         if damage or any(reasons) or not self._commit(pending):
             return self._commit_some(pending, reasons, damage)

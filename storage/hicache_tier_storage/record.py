@@ -23,7 +23,7 @@ RECORD_VERSION = 1
 KEY_MAX_NBYTES = 32
 
 FREE, WRITING, COMMITTED, BAD = range(4)
-CHECKSUM_NONE, CHECKSUM_XXH3 = 0, 2
+CHECKSUM_NONE, CHECKSUM_XXH3, AES_256_GCM = 0, 2, 3
 FLAG_PINNED, FLAG_FROM_GPU = 1, 2
 
 RECORD_DTYPE = np.dtype(
@@ -47,6 +47,16 @@ RECORD_DTYPE = np.dtype(
         ("reserved", "u1", (24,)),
     ]
 )
+SEALED_DTYPE = np.dtype(
+    {
+        "names": ["algorithm", "salt", "tag", "sealed_generation"],
+        "formats": ["u1", "<u8", ("u1", (16,)), "<u8"],
+        "offsets": [6, 56, 104, 120],
+        "itemsize": RECORD_NBYTES,
+    }
+)
+"""What a record says instead of a checksum where its page is encrypted."""
+
 GENERATION_WORD, SEQUENCE_WORD, ACCESS_WORD = 1, 6, 12
 
 Words = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
@@ -67,6 +77,11 @@ def as_words(records: NDArray[np.void]) -> Words:
 def as_records(words: Words) -> NDArray[np.void]:
     """View `uint64 [n, 16]` (C order) as records."""
     return words.view(RECORD_DTYPE).reshape(-1)
+
+
+def as_sealed(records: NDArray[np.void]) -> NDArray[np.void]:
+    """View records of encrypted pages by the fields that these alone have."""
+    return records.view(SEALED_DTYPE)
 
 
 def key_field(keys: Sequence[bytes]) -> NDArray[np.uint8]:
@@ -102,8 +117,11 @@ def crc_good(records: NDArray[np.void]) -> NDArray[np.bool_]:
     return good
 
 
-def committed(records: NDArray[np.void], page_nbytes: int) -> NDArray[np.bool_]:
-    """Tell which records are stable, committed, of this version and whole."""
+def committed(records: NDArray[np.void], page_nbytes: int, *, encrypted: bool = False) -> NDArray[np.bool_]:
+    """Tell which records are stable, committed, of this version and whole.
+
+    Where pages are encrypted no other page is one: nothing is served that nobody authenticated.
+    """
     good: NDArray[np.bool_] = (
         (records["state"] == COMMITTED)
         & (records["generation"] & 1 == 0)
@@ -111,6 +129,7 @@ def committed(records: NDArray[np.void], page_nbytes: int) -> NDArray[np.bool_]:
         & (records["valid_nbytes"] == page_nbytes)
         & (records["key_nbytes"] >= 1)
         & (records["key_nbytes"] <= KEY_MAX_NBYTES)
+        & ((records["algorithm"] == AES_256_GCM) == encrypted)
     )
     if good.any():
         good[good] = crc_good(records[good])

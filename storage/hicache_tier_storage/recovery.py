@@ -15,6 +15,7 @@ from hicache_tier.errors import FormatVersionError, StoreError
 from .inside import ARRAY_FILE, read_inside
 from .partition import MAX_TABLE_NBYTES
 from .record import (
+    AES_256_GCM,
     CHECKSUM_NONE,
     CHECKSUM_XXH3,
     COMMITTED,
@@ -139,14 +140,16 @@ def _mend(partition: Partition, number: int) -> None:
     """Complete records that a kill left while they were published anew, for an access time or a flag.
 
     Such a record cannot be told from one whose payload was being overwritten, but for the payload: it is kept
-    where its checksum, which is bound to the key, is right.
+    where its checksum or tag, which is bound to the key, is right.
     """
     words = partition.tables.tables[number].words
     if not (words[:, GENERATION_WORD] & 1).any():
         return
     records = as_records(words.copy())
     torn = (records["generation"] & 1 == 1) & (records["state"] == COMMITTED)
-    torn &= (records["algorithm"] == CHECKSUM_XXH3) & (records["key_nbytes"] - 1 < KEY_MAX_NBYTES)
+    cipher = partition.cipher
+    algorithm = CHECKSUM_XXH3 if cipher is None else AES_256_GCM
+    torn &= (records["algorithm"] == algorithm) & (records["key_nbytes"] - 1 < KEY_MAX_NBYTES)
     index = np.flatnonzero(torn)
     if not len(index):
         return
@@ -156,11 +159,15 @@ def _mend(partition: Partition, number: int) -> None:
     whole = np.zeros(len(index), np.bool_)
     with files[0].open(direct=False) as fd:
         for row, (key, offset) in enumerate(zip(keys_of(records), offsets.tolist(), strict=True)):
-            payload = os.pread(fd, partition.facts.shape.page_nbytes, offset)
+            payload = bytearray(os.pread(fd, partition.facts.shape.page_nbytes, offset))
+            if cipher is not None:
+                whole[row] = cipher.open_page(records[row : row + 1], int(slots[row]), memoryview(payload))
+                continue
             whole[row] = xxhash.xxh3_64_intdigest(payload, checksum_seed(key)) == records["checksum"][row]
     slots, records = slots[whole], records[whole]
     records["version"], records["valid_nbytes"] = RECORD_VERSION, partition.facts.shape.page_nbytes
-    records["reserved"] = 0
+    if cipher is None:
+        records["reserved"] = 0
     records["generation"] += 1
     seal(records)
     partition.tables.publish(slots, as_words(records))

@@ -22,7 +22,7 @@ from .growth import Growth
 from .inside import ARRAY_FILE
 from .journal import Journal
 from .locks import let_go
-from .metadata import replace_file
+from .metadata import replace_file, stored_axes
 from .partition import Partition, PartitionFacts, PartitionPaths
 from .record import (
     COMMITTED,
@@ -30,7 +30,6 @@ from .record import (
     FREE,
     as_records,
     as_words,
-    committed,
     key_heads,
     new_records,
     seal,
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
 
     from .capacity import RootBudget
+    from .encryption import EncryptionKey
 
 _LOG = logging.getLogger(__name__)
 _REPUBLISHED_AT_ONCE = 64
@@ -67,6 +67,7 @@ class WriterPartition(Partition):
     budget : RootBudget
         Its lock must be held while the partition is constructed.
     cache : FileCache
+    key : EncryptionKey, optional
 
     Attributes
     ----------
@@ -98,14 +99,16 @@ class WriterPartition(Partition):
         layout: Layout,
         budget: RootBudget,
         cache: FileCache,
+        key: EncryptionKey | None = None,
     ) -> None:
         shape = check_capacity(geometry.page_nbytes, budget.capacity_nbytes)
-        axes = len(layout.page_shape(geometry))
-        facts = PartitionFacts(rank, writer, pool, budget.capacity_nbytes, geometry, axes, shape)
+        axes = len(stored_axes(geometry, layout, encrypted=key is not None))
+        check = "" if key is None else key.check_of(paths.namespace)
+        facts = PartitionFacts(rank, writer, pool, budget.capacity_nbytes, geometry, axes, shape, check)
         old, damage = existing_facts(paths, facts)
         if old is not None:
             facts = replace(facts, shape=old.shape)
-        super().__init__(paths, facts, cache, writable=True)
+        super().__init__(paths, facts, cache, writable=True, key=key)
         size = facts.shape.slots
         allowed = max(1, budget.capacity_nbytes // (size * facts.shape.stride)) * size
         self.capacity = max(allowed, slots_in_use(paths, facts))
@@ -376,7 +379,7 @@ class WriterPartition(Partition):
             if self.tables.damaged(part):
                 continue  # whoever reads them next drops the slab
             records = as_records(self.tables.gather(part))
-            good = committed(records, self.facts.shape.page_nbytes)
+            good = self.committed(records)
             part, records = part[good], records[good]
             if not len(part):
                 continue
@@ -398,12 +401,15 @@ class WriterPartition(Partition):
         odd = self.tables.mark_writing(new)
         try:
             with files[0].open(direct=False) as fd:
-                payload = os.pread(fd, nbytes, int(offsets[0]))
+                payload: bytes | bytearray = os.pread(fd, nbytes, int(offsets[0]))
+            whole = len(payload) == nbytes and bool(self.committed(records).all())
+            if whole and self.cipher is not None:
+                payload = bytearray(payload)
+                whole = self.cipher.reseal(records, slot, target, odd, memoryview(payload))
             with files[1].open(direct=False) as fd:
-                whole = len(payload) == nbytes == os.pwrite(fd, payload, int(offsets[1]))
+                whole = whole and os.pwrite(fd, payload, int(offsets[1])) == nbytes
         except (OSError, SlabDamagedError):
             whole = False
-        whole = whole and bool(committed(records, nbytes).all())
         if not whole:
             self.give_back([target])
             return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError, StoreError
+from hicache_tier_storage.encryption import EncryptionKey, match_key
 
 from .candidates import Candidates, key_names, list_pages
 from .codecs import Codec
@@ -56,6 +57,7 @@ def export_archive(
     sync: bool = False,
     dry_run: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    encryption: EncryptionKey | str | os.PathLike[str] | None = None,
 ) -> ExportReport:
     """Write the pages of the store at `root` to an archive; the store may be in use, and is not changed.
 
@@ -88,6 +90,8 @@ def export_archive(
         Only say what would be written.
     progress : callable (done, total), optional
         Told bytes of payload.
+    encryption : EncryptionKey, path or str, optional
+        As of `open_store`, for stores that are encrypted. An archive is not.
 
     Returns
     -------
@@ -99,6 +103,8 @@ def export_archive(
         For a wrong argument; nothing was touched.
     NotAStoreError, FormatVersionError, StoreError
         Where `root` cannot be read.
+    EncryptionError
+        Where pages that are wanted are encrypted, and their key was not given.
     ArchiveExistsError, ArchiveError
         Where the destination cannot be written, or was not to be overwritten.
     """
@@ -108,7 +114,7 @@ def export_archive(
     place = Place.parse(destination)
     if processes < 1 or (threads is not None and threads < 1):
         raise InvalidArgumentError(f"processes and threads must be above 0, got {processes} and {threads}.")
-    found = store_parts(root)
+    found = store_parts(root, EncryptionKey.parse(encryption))
     if place.kind is not Kind.OBJECTS:
         _refuse_inside(place, root)
         refuse_existing(place, overwrite=overwrite)
@@ -159,6 +165,9 @@ def _list(
     for part in parts:
         if not chosen.takes(part.name.namespace):
             continue
+        for source in part.partitions:
+            if source.facts.encrypted:
+                match_key(source.key, source.facts.key_check, part.name.namespace, source.paths.root)
         keys = chosen.keys
         if chosen.prompts is not None:
             known = keys_of_prompts(chosen.prompts, part.geometry.page_tokens, part.identity, chosen.tenants)

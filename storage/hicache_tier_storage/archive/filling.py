@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 
 from hicache_tier_storage.census import SlotState, judge, open_file, read_records
-from hicache_tier_storage.record import CHECKSUM_XXH3, as_records, checksum_seed, keys_of
+from hicache_tier_storage.page_cipher import PageCipher
+from hicache_tier_storage.record import CHECKSUM_NONE, CHECKSUM_XXH3, as_records, checksum_seed, keys_of
 
 from .candidates import key_names, split_places
 from .rows import ROW, rows_of
@@ -159,7 +160,8 @@ class _Slab:
         number = slot // facts.shape.slots
         self._first = number * facts.shape.slots
         self._paths = (partition.paths.slab(number, facts.page_axes), partition.paths.table(number))
-        self._suspect = partition.suspect
+        self._suspect, self._encrypted = partition.suspect, facts.encrypted
+        self._cipher = None if partition.key is None else PageCipher(partition.key, partition.paths.root)
         self._files: list[int] = []
 
     def __enter__(self) -> Self:
@@ -193,6 +195,11 @@ class _Slab:
             if got < i * shape.stride + shape.page_nbytes:
                 filled.lose("damaged", 1)
                 continue
+            if self._cipher is not None and self._cipher.open_page(records[i : i + 1], slot + i, page.data):
+                records["algorithm"][i] = CHECKSUM_XXH3
+                records["checksum"][i] = xxhash.xxh3_64_intdigest(page.data, checksum_seed(keys[i]))
+                good.append(i)
+                continue
             total = xxhash.xxh3_64_intdigest(page.data, checksum_seed(keys[i]))
             if records["algorithm"][i] == CHECKSUM_XXH3 and total == int(records["checksum"][i]):
                 good.append(i)
@@ -200,7 +207,7 @@ class _Slab:
             again = self._records(table, slot - self._first + i, 1)
             same = self._holds(again, names[i : i + 1])[0]
             same = same and as_records(again)["sequence"][0] == records["sequence"][i]
-            if records["algorithm"][i] != CHECKSUM_XXH3 and same and not self._suspect:
+            if records["algorithm"][i] == CHECKSUM_NONE and same and not self._suspect:
                 records["checksum"][i] = total
                 good.append(i)
             else:
@@ -222,7 +229,7 @@ class _Slab:
 
     def _holds(self, words: Words, names: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Tell which records are committed and have the key of this hash."""
-        states, _ = judge(words, self._shape.page_nbytes)
+        states, _ = judge(words, self._shape.page_nbytes, encrypted=self._encrypted)
         records = as_records(words)
         same: NDArray[np.bool_] = key_names(records["key"], records["key_nbytes"]) == names
         same &= states == SlotState.COMMITTED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hicache_tier_storage import PageStore
+    from hicache_tier_storage.encryption import EncryptionKey
 
     from .import_report import ImportReport
     from .targets import Target
@@ -45,7 +46,9 @@ class ImportRun:
         threads: int,
         memory: int,
         progress: Callable[[int, int], None] | None,
+        key: EncryptionKey | None = None,
     ) -> None:
+        self._key = key
         self._report = report
         self._root = root
         self._capacity = capacity
@@ -57,6 +60,8 @@ class ImportRun:
 
     def all(self, targets: list[Target]) -> None:
         """Import every target."""
+        for target in targets:
+            target.identity = replace(target.identity, encrypted=self._key is not None)
         self._total = sum(target.nbytes for target in targets)
         choice = Choice(targets, self._tenants)
         for target in targets:
@@ -111,6 +116,7 @@ class ImportRun:
             engine="posix",
             threads=self._threads,
             read_only=dry,
+            encryption=self._key,
         )
 
     def _pretend(self, target: Target) -> None:

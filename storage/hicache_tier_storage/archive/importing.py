@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hicache_tier_storage.encryption import EncryptionKey
+
 from .conversion import Conversion
 from .import_report import ImportReport
 from .import_run import ImportRun
@@ -34,6 +36,7 @@ def import_archive(
     to_host: bool = False,
     dry_run: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    encryption: EncryptionKey | str | os.PathLike[str] | None = None,
 ) -> ImportReport:
     """Bring the pages of an archive into the store at `root`, which may be new, or in use by a server.
 
@@ -59,6 +62,8 @@ def import_archive(
         Only say what would be imported if there is room; payloads are not read.
     progress : callable (done, total), optional
         Told bytes of payload of the store.
+    encryption : EncryptionKey, path or str, optional
+        As of `open_store`: the pages are encrypted in the store.
 
     Returns
     -------
@@ -74,7 +79,7 @@ def import_archive(
         Where the store cannot be opened.
     """
     began_s = time.monotonic()
-    wanted = conversion or Conversion()
+    wanted, key = conversion or Conversion(), EncryptionKey.parse(encryption)
     opened = open_archive(source) if isinstance(source, str | Path) else source
     try:
         report = ImportReport(opened.place.text, str(root), dry_run=dry_run)
@@ -95,6 +100,7 @@ def import_archive(
             threads=threads or default_threads(),
             memory=memory,
             progress=progress,
+            key=key,
         )
         run.all(plan.targets)
     finally:

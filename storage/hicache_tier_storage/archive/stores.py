@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hicache_tier.errors import FormatVersionError, StoreError
+from hicache_tier.errors import EncryptionError, FormatVersionError, StoreError
 from hicache_tier.geometry import KVGeometry
 from hicache_tier_storage.capacity import PARTITION_NAME
 from hicache_tier_storage.documents import read_state
+from hicache_tier_storage.encryption import match_key
 from hicache_tier_storage.inside import PARTITION_FILE
 from hicache_tier_storage.liveness import live_writers
 from hicache_tier_storage.metadata import read_attributes
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import os
 
     from hicache_tier.layout import Layout
+    from hicache_tier_storage.encryption import EncryptionKey
     from hicache_tier_storage.partition import PartitionPaths
     from hicache_tier_storage.survey import Namespace
 
@@ -37,11 +39,14 @@ class PartitionSource:
     facts : PartitionFacts
     suspect : bool
         Whether power loss may have touched it: its pages without a checksum are not served, nor exported.
+    key : EncryptionKey or None
+        Where its pages are encrypted.
     """
 
     paths: PartitionPaths
     facts: PartitionFacts
     suspect: bool
+    key: EncryptionKey | None = None
 
 
 @dataclass(slots=True)
@@ -75,13 +80,15 @@ class StoreParts:
     live: bool
 
 
-def store_parts(root: str | os.PathLike[str]) -> StoreParts:
+def store_parts(root: str | os.PathLike[str], key: EncryptionKey | None = None) -> StoreParts:
     """Look at a store's folders and documents; reads no page and writes nothing.
 
     Raises
     ------
     NotAStoreError, FormatVersionError, StoreError
         Where `root` is no store, of a later version, or cannot be read.
+    EncryptionError
+        Where pages are encrypted with another key than the one given.
     """
     found = survey(root)
     live = live_writers(found.root, found.partitions)
@@ -93,8 +100,8 @@ def store_parts(root: str | os.PathLike[str]) -> StoreParts:
             continue
         for paths in space.partitions:
             try:
-                _add(parts, space, paths)
-            except FormatVersionError:
+                _add(parts, space, paths, key)
+            except (FormatVersionError, EncryptionError):
                 raise
             except StoreError as error:
                 problems.append(f"{paths.root.relative_to(found.root)}: {error}")
@@ -102,10 +109,14 @@ def store_parts(root: str | os.PathLike[str]) -> StoreParts:
     return StoreParts([parts[name] for name in sorted(parts)], problems, writing)
 
 
-def _add(parts: dict[PartName, PartSource], space: Namespace, paths: PartitionPaths) -> None:
+def _add(
+    parts: dict[PartName, PartSource], space: Namespace, paths: PartitionPaths, key: EncryptionKey | None
+) -> None:
     if not (paths.root / "zarr.json").exists() and not paths.slab_numbers():
         return  # being created, or left by a kill before it held anything
     facts = PartitionFacts.read(paths)
+    if facts.encrypted and key is not None:
+        match_key(key, facts.key_check, space.name, paths.root)
     match = PARTITION_NAME.fullmatch(paths.root.parent.name)
     name = PartName(space.name, match[1] if match else facts.rank, paths.root.name)
     told = space.identity.get("pools", {}).get(name.pool)
@@ -117,4 +128,4 @@ def _add(parts: dict[PartName, PartSource], space: Namespace, paths: PartitionPa
     state, problem = read_state(paths, facts)
     suspect = state is None or bool(problem) or not (state.clean or state.boot_id == boot_id())
     part = parts.setdefault(name, PartSource(name, facts.geometry, layout_of(order), space.identity))
-    part.partitions.append(PartitionSource(paths, facts, suspect))
+    part.partitions.append(PartitionSource(paths, facts, suspect, key if facts.encrypted else None))

@@ -147,6 +147,7 @@ def identity_of(told: dict[str, Any], part: ArchivePart, tenants: Sequence[str])
             tenant=tenant,
             **{name: told.get(name) for name in _TEXTS},
             **({"tp": (0, 1), "pp": (0, 1), "cp": (0, 1)} | given | ranks),
+            encrypted="encryption" in told,
         )
     except (InvalidArgumentError, AttributeError) as error:
         raise ArchiveError(f"{facts.name}: the manifest's identity is damaged: {error}") from error
