@@ -100,7 +100,7 @@ def _print(found: dict[str, Any]) -> None:
         load = found["load"]
         show(
             f"{load['what']}: {load['gb_s']:.2f} GB/s, alone {load['alone_gb_s']:.2f} GB/s, "
-            f"{100 * load['slowed_by']:.0f} % slower"
+            f"{100 * load['slowed_by']:.0f} % slower; exported {load['export_gb_s']:.2f} GB/s"
         )
     if "memory" in found:
         memory = found["memory"]

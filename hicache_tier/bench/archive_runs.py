@@ -5,21 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from hicache_tier_storage import open_store
 from hicache_tier_storage.archive import Conversion, export_archive, import_archive
-from hicache_tier_storage.archive.staging import StagedPages
 
+from .archive_load import puts_while_exporting
 from .archive_rig import RANKS, ArchiveRig
 from .errors import BenchError
-from .storage_pages import make_keys
 from .timing import Contestant, Samples, ratio, take_turns
 
 if TYPE_CHECKING:
@@ -32,8 +26,6 @@ _LAYERS = Conversion.parse(layout="layer_first")
 _HEADS = Conversion.parse(layout="page_head")
 _HALF = Conversion.parse(tp=RANKS // 2)
 _CODECS = ("fast", "small", "zstd")
-_WINDOW_S = 2.0
-_LOAD_PAGES = 32
 
 
 class ArchiveBench:
@@ -175,45 +167,9 @@ class ArchiveBench:
         _whole(report)
         served.append(last[0])
 
-    # -- a store under load ----------------------------------------------------------------------------
-
     def load(self) -> dict[str, Any]:
         """Measure puts as fast as they go, with and without exports of the same store by another process."""
-        rig, geometry = self._rig, self._rig.geometry(1)
-        rig.drop("live", "live-out")
-        pages = np.zeros((_LOAD_PAGES, geometry.page_nbytes), np.uint8)
-        pages[:] = np.random.default_rng(0).integers(0, 256, geometry.page_nbytes, np.uint8)
-        rates: dict[bool, list[float]] = {False: [], True: []}
-        with open_store(
-            rig.path("live"), geometry, "page_first", model="live", capacity_bytes=rig.nbytes, io_mode="auto"
-        ) as store:
-            host = StagedPages(geometry, store.layout, pages)
-            self._put_for(store, host, _WINDOW_S, 0)
-            count = _LOAD_PAGES
-            for turn in range(2 * self._repeats):
-                busy = turn % 2 == 1
-                with _Exports(rig, busy=busy):
-                    began = time.perf_counter()
-                    put = self._put_for(store, host, _WINDOW_S, (turn + 1) << 32)
-                    rates[busy].append(put * geometry.page_nbytes / (time.perf_counter() - began))
-                count += put
-                self._tick()
-        slowed = median(1 - b / a for a, b in zip(rates[False], rates[True], strict=True))
-        return {
-            "what": "puts while another process exports",
-            "gb_s": median(rates[True]) / 1e9,
-            "alone_gb_s": median(rates[False]) / 1e9,
-            "slowed_by": slowed,
-        }
-
-    def _put_for(self, store: Any, host: StagedPages, seconds: float, first: int) -> int:  # noqa: ANN401
-        put, over = 0, time.perf_counter() + seconds
-        while time.perf_counter() < over:
-            keys = make_keys(f"live{first + put}", _LOAD_PAGES)
-            if not all(store.put(keys, host, range(_LOAD_PAGES))):
-                raise BenchError(f"put failed: {store.stats()['put']}")
-            put += _LOAD_PAGES
-        return put
+        return puts_while_exporting(self._rig, self._repeats, self._tick)
 
     # -- memory ----------------------------------------------------------------------------------------
 
@@ -249,45 +205,6 @@ class ArchiveBench:
 def _whole(report: ImportReport) -> None:
     if report.refused:
         raise BenchError(f"pages were refused: {report.refused}")
-
-
-class _Exports:
-    """Exports of the live store by another process, one after another, for as long as a block runs."""
-
-    def __init__(self, rig: ArchiveRig, *, busy: bool) -> None:
-        self._rig = rig
-        self._busy = busy
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        source, target = self._rig.path("live"), self._rig.path("live-out")
-        while not self._over.is_set():
-            command = [
-                sys.executable,
-                "-m",
-                "hicache_tier",
-                "export",
-                str(source),
-                str(target),
-                "--overwrite",
-            ]
-            with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
-                while child.poll() is None:
-                    if self._over.wait(0.02):
-                        child.terminate()
-                        break
-
-    def __enter__(self) -> None:
-        if self._busy:
-            self._thread.start()
-            time.sleep(0.5)  # until it has started up and copies
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._busy:
-            self._thread.join()
-            self._rig.drop("live-out", "live-out.partial")
 
 
 def _peak(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_tier.errors import FormatVersionError, InvalidArgumentError
+from hicache_tier.errors import FormatVersionError, InvalidArgumentError, StoreError
 from hicache_tier_storage.archive import (
     ArchiveError,
     Conversion,
@@ -24,6 +24,7 @@ from hicache_tier_storage.archive import (
     open_archive,
 )
 from hicache_tier_storage.archive.prompts import read_prompts
+from hicache_tier_storage.archive.targets import plan_targets
 
 KEEPS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -109,6 +110,42 @@ def names(folder):
 def test_a_manifest_that_lies(archive, tmp_path, change, match):
     edit(archive, change)
     refused(archive, tmp_path, match)
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def places(node, path=()):
+    """Return where something could be put in a document."""
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [path, *(place for name, value in inner for place in places(value, (*path, name)))]
+
+
+@settings(KEEPS, max_examples=100)
+@given(data=st.data(), junk=JUNK)
+def test_any_part_of_a_manifest_may_be_junk(archive, data, junk):
+    """Whatever stands anywhere in it: an error of this package, and nothing imported under a wrong name."""
+    path = archive / "zarr.json"
+    good = path.read_text()
+    document = json.loads(good)
+    where = data.draw(st.sampled_from(places(document)[1:]))
+    node = document
+    for name in where[:-1]:
+        node = node[name]
+    node[where[-1]] = junk
+    path.write_text(json.dumps(document))
+    try:
+        with open_archive(archive) as opened:
+            plan = plan_targets(opened, Conversion.parse(tp=2, page_tokens=4))
+        assert {reason.partition(":")[0] for _, reason in plan.refused} <= {"tenant", "heads"}
+    except (StoreError, FormatVersionError):
+        pass
+    finally:
+        path.write_text(good)
 
 
 def test_later_versions_are_refused_by_number(archive, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from hicache_tier.testing.array_pool import ArrayPool, keys_of, page_bytes, writ
 from hicache_tier.testing.store_rig import tree
 from hicache_tier_storage import open_store
 from hicache_tier_storage.archive import (
+    ArchiveError,
     ArchiveExistsError,
     NotAnArchiveError,
     Selection,
@@ -409,6 +411,57 @@ def test_an_object_export_that_was_stopped_goes_on(shop, tmp_path, small_shards,
         open_archive(url)
     assert export_archive(root, url).resumed_pages == 20
     assert keys_in(url) == {*keys}
+
+
+def test_faults_of_an_object_store_are_told(shop, tmp_path):
+    obstore = pytest.importorskip("obstore", reason="obstore is not installed")
+    root, _ = shop.fill()
+    with pytest.raises(ArchiveError, match="cannot be opened"):
+        export_archive(root, "nowhere://bucket/a")
+    url = (tmp_path / "bucket").as_uri()
+    export_archive(root, url)
+    with open_archive(url) as archive:
+
+        class Broken:
+            def get_range(self, *_, **__):
+                raise obstore.exceptions.GenericError("the network is gone")
+
+            head = get_range
+
+        archive._source._store = Broken()
+        out = np.zeros((20, shop.geometry.page_nbytes), np.uint8)
+        with pytest.raises(ArchiveError, match="network is gone"):
+            archive.parts[0].read_pages(np.arange(20), out)
+
+
+def test_a_full_disk_is_told_and_the_export_goes_on_later(shop, tmp_path, small_shards, monkeypatch):
+    root, keys = shop.fill(keys=keys_of("k", 41))
+    calls = []
+
+    def fill(*args, **options):
+        calls.append(1)
+        if len(calls) == 7:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return filling.fill(*args, **options)
+
+    monkeypatch.setattr(exporting, "fill", fill)
+    with pytest.raises(ArchiveError, match=r"No space left.*goes on"):
+        export_archive(root, tmp_path / "archive", threads=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(exporting, "shard_pages", lambda _: 4)
+    assert export_archive(root, tmp_path / "archive").resumed_pages > 0
+    assert keys_in(tmp_path / "archive") == {*keys}
+
+
+def test_a_process_that_dies_is_told(shop, tmp_path, monkeypatch):
+    root, keys = shop.fill()
+    submit = exporting.Workers.submit
+    monkeypatch.setattr(exporting.Workers, "submit", lambda workers, *_: submit(workers, os._exit, 9))
+    with pytest.raises(ArchiveError, match=r"died.*goes on"):
+        export_archive(root, tmp_path / "archive", processes=2)
+    monkeypatch.undo()
+    export_archive(root, tmp_path / "archive")
+    assert keys_in(tmp_path / "archive") == {*keys}
 
 
 def test_the_manifest_is_json_that_people_read(shop, tmp_path):

@@ -112,3 +112,18 @@ def test_nothing_is_pushed_out_and_whole_prefixes_come_first(shop):
     assert 0 < report.imported < 20
     assert len(shop.read(shop.folder / "new", mine)) == 6
     assert [*shop.read(shop.folder / "new", keys)] == keys[: report.imported]
+
+
+def test_ranks_share_the_room(shop):
+    """Where there is room for some pages only, ranks get the same ones, up to a page of rounding."""
+    keys = keys_of("p", 20)
+    for rank in range(2):
+        root, _ = shop.fill("old", keys=keys, tp=(rank, 2))
+    export_archive(root, shop.folder / "archive")
+    report = import_archive(shop.folder / "archive", shop.folder / "new", capacity_bytes=24 * 4096 + 8192)
+    assert report.imported + report.refused["capacity"] == 40
+    found = [[*shop.read(shop.folder / "new", keys, tp=(rank, 2))] for rank in range(2)]
+    counts = [len(pages) for pages in found]
+    assert found == [keys[:count] for count in counts]
+    assert sum(counts) == report.imported < 40
+    assert 0 <= counts[1] - counts[0] <= 1
