@@ -11,13 +11,14 @@ import numpy as np
 
 from hicache_tier.tier.store import error_kind
 from hicache_tier_storage import open_store
-from hicache_tier_storage.status import ABSENT, LOADED, STORED, PageStatus, failed
+from hicache_tier_storage.status import ABSENT, LOADED, PageStatus, failed
 
 from .diagnosis import KEYS
 from .facts import labelled, server_facts
 from .kinds import packs_draft
 from .memory import CallPages, marker_pages, pool_pages, tensor_pages
 from .pace import Pace
+from .verdicts import moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,14 +93,12 @@ class Pages:
             except Exception as error:  # noqa: BLE001 - a fault is a miss with a reason, whatever it is
                 verdicts = [failed(f"error: {error_kind(error)}")] * (part.stop - part.start)
             self.status[part] = verdicts
-            pace.learn(
-                sum(one is LOADED or one is STORED for one in verdicts), time.perf_counter() - started_s
-            )
+            pace.learn(moved(verdicts), time.perf_counter() - started_s)
             at = part.stop
 
 
-def _numbers(part: slice) -> range:
-    return range(part.start, part.stop)
+def _numbers(part: slice) -> NDArray[np.int64]:
+    return np.arange(part.start, part.stop)
 
 
 class Pool:

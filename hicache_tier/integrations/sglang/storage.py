@@ -311,7 +311,7 @@ def _settle(pages: Pages, op: str, numbers: list[int], status: Sequence[PageStat
         for page, tensor, ok in zip(numbers, pages.memory.tensors, status, strict=True):
             if ok:
                 view.put_back(page, tensor)
-    return [bool(one) for one in status]
+    return list(map(bool, status))
 
 
 def _parents(names: list[bytes], extra_info: Any) -> list[bytes | None]:  # noqa: ANN401

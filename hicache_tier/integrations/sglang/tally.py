@@ -6,11 +6,12 @@ import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from .verdicts import kinds_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_tier.metrics import Instruments
-    from hicache_tier_storage import PageStatus
 
     from .health import Health
     from .pool import Pages, Pool
@@ -42,7 +43,7 @@ class Tally:
         pages = nbytes = 0
         with self._lock:
             for part in parts:
-                kinds = _kinds(part.status)
+                kinds = kinds_of(part.status)
                 moved = kinds["loaded"] + kinds["stored"]
                 pages += moved
                 nbytes += moved * part.pool.view.geometry.page_nbytes
@@ -106,12 +107,3 @@ class Tally:
     def _gauge(self, name: str, labels: tuple[str, ...], value: float) -> None:
         if self._instruments is not None:
             self._instruments.set(name, (self._rank, *labels), value)
-
-
-def _kinds(statuses: Sequence[PageStatus]) -> Counter[str]:
-    """Count verdicts by kind; most are one and the same object."""
-    kinds: Counter[str] = Counter()
-    by_identity = {id(status): status for status in statuses}
-    for identity, count in Counter(map(id, statuses)).items():
-        kinds[by_identity[identity].kind] += count
-    return kinds

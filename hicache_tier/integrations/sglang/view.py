@@ -109,7 +109,7 @@ class PoolView:
             or numbers.max() >= self.num_pages
         ):
             raise InvalidArgumentError(f"{self.name}: the indices are not pages of this pool.")
-        if unique and len(np.unique(numbers)) != count:
+        if unique and len(set(numbers.tolist())) != count:
             raise InvalidArgumentError(f"{self.name}: a page is named twice.")
         return numbers
 
