@@ -37,6 +37,9 @@ _FINDING = 1
               help="Pages that a call is given at once.  [default: all of a case]")  # fmt: skip
 @click.option("--mix", "mixes", multiple=True, type=click.IntRange(1, 99),
               help="Per cent of reads beside writes; a row more each.")  # fmt: skip
+@click.option("--encryption", is_flag=True,
+              help="Also with pages encrypted, as a ratio to the same without. "
+                   "Needs the extra encryption.")  # fmt: skip
 @click.option("--repeats", type=click.IntRange(3), default=7, show_default=True, help="Turns; medians count.")
 @click.option("--slots", type=click.IntRange(0), default=500_000, show_default=True,
               help="Slots of the store whose opening is timed; 0 for throughput alone.")  # fmt: skip
@@ -61,6 +64,7 @@ def command(  # noqa: PLR0917 - click passes options by name
     threads: tuple[int, ...],
     depths: tuple[int, ...],
     mixes: tuple[int, ...],
+    encryption: bool,
     repeats: int,
     slots: int,
     allow_cached: bool,
@@ -96,6 +100,7 @@ def command(  # noqa: PLR0917 - click passes options by name
         slots=slots,
         allow_cached=allow_cached,
         link_gb_s=link_gb_s,
+        encryption=encryption,
     )
     session = StorageSession(wish)
     with progress("measuring", "shapes") as report:

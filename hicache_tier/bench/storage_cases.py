@@ -90,6 +90,8 @@ class StorageShape:
         Pages that one call is given at once: the queue depth that a request offers.
     layout : str
         Of the host pool.
+    encrypted : bool
+        Pages are encrypted on the way, and authenticated on every read.
     """
 
     case: StorageCase
@@ -99,6 +101,7 @@ class StorageShape:
     threads: int
     depth: int
     layout: str = "page_first"
+    encrypted: bool = False
 
     @property
     def bare(self) -> bool:
@@ -113,6 +116,7 @@ class StorageShape:
             "mode": self.mode,
             "cache": self.cache.value,
             "checksums": self.checksums,
+            "encrypted": self.encrypted,
             "threads": self.threads,
             "depth": self.depth,
         }
@@ -124,10 +128,18 @@ def shapes(
     threads: Sequence[int],
     depths: Sequence[int],
     layout: str,
+    *,
+    encrypted: bool = False,
 ) -> list[StorageShape]:
-    """Return the shapes of a product; a depth above a case's pages is all of its pages, once."""
+    """Return the shapes of a product; a depth above a case's pages is all of its pages, once.
+
+    Each is measured without checksums, with them, and where that is asked for `encrypted`.
+    """
+    kinds = [(False, False), (True, False), *([(True, True)] if encrypted else [])]
     found = [
-        StorageShape(case, mode, cache, sums, workers, min(depth, case.pages), layout)
-        for case, (mode, cache), workers, depth, sums in product(cases, ways, threads, depths, (False, True))
+        StorageShape(case, mode, cache, sums, workers, min(depth, case.pages), layout, secret)
+        for case, (mode, cache), workers, depth, (sums, secret) in product(
+            cases, ways, threads, depths, kinds
+        )
     ]
     return list(dict.fromkeys(found))

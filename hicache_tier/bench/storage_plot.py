@@ -70,7 +70,7 @@ def _lines(result: dict[str, Any], panel: tuple[str, str]) -> dict[tuple[str, st
     rows = [row for row in result["rows"] if (row["mode"], row["cache"]) == panel]
     for row in rows:
         settings = [f"{row[name]} {name}" for name in ("threads", "depth") if _varies(rows, row, name)]
-        name = " ".join((row["engine"], *(["with checksums"] if row["checksums"] else []), *settings))
+        name = " ".join((row["engine"], *_kind(row), *settings))
         add(name, row["direction"], row["page_nbytes"], row["gb_s"])
         if row["engine"] == "posix" and not row["checksums"]:
             add(" ".join(("bare loop", *settings)), row["direction"], row["page_nbytes"], row["bare_gb_s"])
@@ -79,6 +79,12 @@ def _lines(result: dict[str, Any], panel: tuple[str, str]) -> dict[tuple[str, st
             settings = [f"{row[name]} {name}" for name in ("threads", "depth") if _varies(rows, row, name)]
             add(" ".join((row["peer"], *settings)), row["direction"], row["page_nbytes"], row["peer_gb_s"])
     return found
+
+
+def _kind(row: dict[str, Any]) -> list[str]:
+    if row["encrypted"]:
+        return ["encrypted"]
+    return ["with checksums"] if row["checksums"] else []
 
 
 def _varies(rows: list[dict[str, Any]], row: dict[str, Any], name: str) -> bool:

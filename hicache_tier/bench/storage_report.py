@@ -55,6 +55,12 @@ def remarks(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{cache}: {cache_words(cache)}." for cache in dict.fromkeys(row["cache"] for row in result["rows"])
     ]
+    lines += [
+        f"AES-GCM: {row['engine']}, {size(row['page_nbytes'])}, {row['mode']}, {_direction(row)}: "
+        f"{row['ratio_to_plain']:.2f} of the throughput with checksums alone."
+        for row in result["rows"]
+        if row["ratio_to_plain"]
+    ]
     if result["host"]["link_gb_s"] is None:
         lines.append(
             f"The device's link is not known: {result['host']['link']}. A cache below this machine would not "
@@ -151,7 +157,13 @@ def _devices(rows: Sequence[dict[str, Any]]) -> Sheet:
 
 
 def _shape(row: dict[str, Any]) -> tuple[str, ...]:
-    return size(row["page_nbytes"]), row["mode"], row["cache"], "on" if row["checksums"] else "off"
+    return size(row["page_nbytes"]), row["mode"], row["cache"], _check(row)
+
+
+def _check(row: dict[str, Any]) -> str:
+    if row["encrypted"]:
+        return "AES-GCM"
+    return "on" if row["checksums"] else "off"
 
 
 def _direction(row: dict[str, Any]) -> str:

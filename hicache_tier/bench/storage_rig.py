@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_tier_storage import open_store
+from hicache_tier_storage import EncryptionKey, open_store
 from hicache_tier_storage.capacity import partition_paths
 from hicache_tier_storage.partition import PartitionFacts
 from hicache_tier_storage.slab import SLOT_ALIGNMENT
@@ -62,6 +62,7 @@ class StorageRig:
                 checksums=shape.checksums,
                 verify="always",
                 engine=engine,
+                encryption=EncryptionKey(os.urandom(32)) if shape.encrypted else None,
             )
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)

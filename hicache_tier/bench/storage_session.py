@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from .storage_cases import StorageShape
+    from .storage_sources import Source
+
 _SAME_SHAPE = (
     "direction",
     "read_percent",
@@ -28,6 +31,7 @@ _SAME_SHAPE = (
     "mode",
     "cache",
     "checksums",
+    "encrypted",
     "threads",
     "depth",
 )
@@ -53,6 +57,8 @@ class StorageWish:
         Of the store whose opening is timed; 0 leaves out what is measured besides throughput.
     allow_cached : bool
         Give warm figures too, and those above the link.
+    encryption : bool
+        Measure encrypted pages too.
     link_gb_s : float or None
         What the device's link carries, GB/s, where the machine does not tell.
     """
@@ -70,6 +76,7 @@ class StorageWish:
     slots: int
     allow_cached: bool
     link_gb_s: float | None
+    encryption: bool = False
 
 
 class StorageSession:
@@ -91,29 +98,28 @@ class StorageSession:
         depths = wish.depths or (max(case.pages for case in cases),)
         self._peers, self._peers_left_out = chosen_peers(wish.peers)
         found = ways(wish.root, wish.modes, allow_cached=wish.allow_cached)
-        self._shapes = shapes(cases, found, wish.threads, depths, layout)
+        self._shapes = shapes(cases, found, wish.threads, depths, layout, encrypted=wish.encryption)
         self._sources, self._left_out = chosen_sources(wish.root, wish.engine)
 
     def __len__(self) -> int:
         """Count the steps of `run`."""
-        return len(self._shapes) * len(self._sources)
+        return len(self._steps())
 
     def run(self, tick: Callable[[], None]) -> dict[str, Any]:
         """Measure; `tick` is called after each step. What was written is removed."""
         wish = self._wish
         rows: list[dict[str, Any]] = []
         peers: list[dict[str, Any]] = []
-        for shape in self._shapes:
-            for source in self._sources:
-                bench = source.make(wish.root, shape)
-                try:
-                    bench.check()
-                    rows += bench.rows(wish.repeats, wish.mixes)
-                    if self._peers and shape.bare and source is self._sources[0]:
-                        peers += bench.against(self._peers, wish.repeats)
-                finally:
-                    bench.close()
-                tick()
+        for shape, source in self._steps():
+            bench = source.make(wish.root, shape)
+            try:
+                bench.check()
+                rows += bench.rows(wish.repeats, wish.mixes)
+                if self._peers and shape.bare and source is self._sources[0]:
+                    peers += bench.against(self._peers, wish.repeats)
+            finally:
+                bench.close()
+            tick()
         good, refused = self._judged(rows)
         _compare(good)
         result = {
@@ -128,6 +134,15 @@ class StorageSession:
             result["bookkeeping"] = bookkeeping(wish.root, wish.repeats)
             result["opening"] = opening(wish.root, wish.slots, 3)
         return result
+
+    def _steps(self) -> list[tuple[StorageShape, Source]]:
+        """Return what is measured, in order."""
+        return [
+            (shape, source)
+            for shape in self._shapes
+            for source in self._sources
+            if source.encrypts or not shape.encrypted
+        ]
 
     def _judged(self, rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Part rows that may stand from those above the link, which lose their figures."""
@@ -171,7 +186,10 @@ def cache_words(cache: str) -> str:
 
 
 def _compare(rows: list[dict[str, Any]]) -> None:
-    """Add to each row what it is of `posix`: both measured as ratios to the bare loop in turn with them."""
+    """Add to each row what it is of `posix`, and of the same without encryption where it has that.
+
+    All are measured as ratios to the bare loop in turn with them.
+    """
     posix = {
         tuple(row[name] for name in _SAME_SHAPE): row["ratio_to_bare"]
         for row in rows
@@ -180,3 +198,12 @@ def _compare(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         base = posix.get(tuple(row[name] for name in _SAME_SHAPE))
         row["ratio_to_posix"] = row["ratio_to_bare"] / base if base else None
+    plain = {
+        (row["engine"], *(row[name] for name in _SAME_SHAPE)): row["ratio_to_bare"]
+        for row in rows
+        if not row["encrypted"]
+    }
+    for row in rows:
+        same = row | {"encrypted": False}
+        base = plain.get((row["engine"], *(same[name] for name in _SAME_SHAPE)))
+        row["ratio_to_plain"] = row["ratio_to_bare"] / base if base and row["encrypted"] else None

@@ -57,11 +57,14 @@ class Source:
         measured where one of them is usable.
     make : callable
         Takes the directory and a shape.
+    encrypts : bool
+        Whether shapes with encrypted pages can be measured.
     """
 
     name: str
     look: Callable[[Path], list[dict[str, Any]]]
     make: Callable[[Path, StorageShape], RowBench]
+    encrypts: bool = True
 
 
 @lru_cache(maxsize=4)
@@ -92,7 +95,7 @@ def _device_route(name: str) -> Source:
 
         return modes_for_devices(name, _probed(root))
 
-    return Source(f"gpu-{name}", look, make)
+    return Source(f"gpu-{name}", look, make, encrypts=False)
 
 
 _ENGINES = ("posix", "nixl", "kvikio")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 STEP_NBYTES = 32 << 20
 """Bytes of ciphertext in memory at once, a call."""
-_IDLE_BUFFERS = 8
+_IDLE_BUFFERS = 4
 
 
 class _Buffers:

@@ -549,3 +549,16 @@ def test_without_the_package_the_error_names_the_extra(shop, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(EncryptionError, match=r"hicache-tier\[encryption\]"):
         shop.open(encryption=KEY)
+
+
+def test_the_benchmark_tells_what_encryption_costs(tmp_path):
+    options = ["--case", "8x64KiB", "--mode", "buffered", "--peer", "none", "--slots", "0", "--repeats", "3"]
+    command = ["bench", "storage", "--root", str(tmp_path), *options, "--allow-cached", "--encryption"]
+    result = CliRunner().invoke(main, [*command, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    encrypted = [row for row in rows if row["encrypted"]]
+    assert {row["direction"] for row in encrypted} == {"put", "get"}
+    assert all(row["checksums"] and 0 < row["ratio_to_plain"] < 100 for row in encrypted)
+    assert all(row["ratio_to_plain"] is None for row in rows if not row["encrypted"])
+    assert not list(tmp_path.iterdir())
