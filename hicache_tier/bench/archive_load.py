@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .archive_rig import ArchiveRig
 
 _WINDOW_S = 2.0
+_START_S = 20.0  # for a process to start and copy its first page
 _PAGES = 32
 
 
@@ -37,15 +39,17 @@ def puts_while_exporting(rig: ArchiveRig, repeats: int, tick: Callable[[], None]
     rates: dict[bool, list[float]] = {False: [], True: []}
     copied = 0
     with open_store(
-        rig.path("live"), geometry, "page_first", model="live", capacity_bytes=rig.nbytes, io_mode="auto"
+        rig.path("live"), geometry, "page_first", model="live", capacity_bytes=4 * rig.nbytes
     ) as store:
         host = StagedPages(geometry, store.layout, pages)
-        _put_for(store, host, _WINDOW_S, 0)
+        while not store.stats()["evictions"]:  # from here on every put replaces a page
+            first = store.stats()["pages"]
+            _put_for(store, host, _WINDOW_S / 10, first)
         for turn in range(2 * repeats):
             busy = turn % 2 == 1
             with _Exports(rig, busy=busy) as exports:
                 began = time.perf_counter()
-                put = _put_for(store, host, _WINDOW_S, (turn + 1) << 32)
+                put = _put_for(store, host, _WINDOW_S, (turn + 1) << 40)
                 rates[busy].append(put * geometry.page_nbytes / (time.perf_counter() - began))
             if busy and not exports.nbytes:
                 raise BenchError("nothing was exported while puts were measured")
@@ -96,16 +100,24 @@ class _Exports:
                     if self._over.wait(0.02):
                         child.terminate()
                         break
-            for path in (target, target.with_name("live-out.partial")):
-                self.nbytes += sum(
-                    file.stat().st_size for name in ("pages/c.*", "*.shard") for file in path.rglob(name)
-                )
+            self.nbytes += self._written()
             self._rig.drop("live-out", "live-out.partial")
+
+    def _written(self) -> int:
+        """Bytes of pages that the export of this moment has written."""
+        total = 0
+        for name in ("live-out", "live-out.partial"):
+            for pattern in ("pages/c.*", "*.shard"):
+                with suppress(FileNotFoundError):  # a folder or file was renamed just now
+                    total += sum(file.stat().st_size for file in self._rig.path(name).rglob(pattern))
+        return total
 
     def __enter__(self) -> Self:
         if self._busy:
             self._thread.start()
-            time.sleep(0.5)  # until it has started up and copies
+            late = time.monotonic() + _START_S
+            while not self._written() and time.monotonic() < late:
+                time.sleep(0.01)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _BATCH_NBYTES = 4 << 20
 _LOOKS = 4
 _LOOK_S = 0.003
+_MOST_REST_S = 0.03  # for a run: who had to wait for the processor need not wait again
 
 
 class StoppedError(Exception):
@@ -123,7 +124,7 @@ def fill(
             draft.extend(rows, [len(page) for page in pages])
             filled.added += len(rows)
             if source.rest:
-                time.sleep(source.rest * (time.monotonic() - began_s))
+                time.sleep(min(_MOST_REST_S, source.rest * (time.monotonic() - began_s)))
     finally:
         os.close(fd)
     return filled
@@ -186,6 +187,9 @@ class _Slab:
         slab, table = self._files
         words = self._records(table, slot - self._first, count)
         held = self._holds(words, names)
+        if not held.any():
+            filled.lose("changed", count)
+            return [], np.zeros(0, ROW)
         got = _read(slab, buffer[: count * shape.stride], (slot - self._first) * shape.stride)
         records = as_records(words)
         good: list[int] = []

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_POLITE = 10
+_POLITE = 5
 _MOST_THREADS = 4
 
 
