@@ -1,4 +1,4 @@
-"""Which pages a store holds at one moment, in a few bytes each."""
+"""Which pages a store holds at one moment, in 16 bytes each, 40 where they are to be ranked."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ class Candidates:
         Number of the partition within the part, shifted by 40, and slot.
     names : uint64 [n]
         Hash of the whole key: what tells whether a slot still holds that page.
-    heads, parents : uint64 [n]
-        First 8 bytes of the key and of the parent's.
-    created_ns, access_s : uint64 [n]
+    heads, parents, scores : uint64 [n], or empty where pages are not ranked
+        First 8 bytes of the key and of the parent's, and what a page is worth.
     left_out : dict
         Pages of the part that are not candidates, by reason.
     """
@@ -42,8 +41,7 @@ class Candidates:
     names: NDArray[np.uint64]
     heads: NDArray[np.uint64]
     parents: NDArray[np.uint64]
-    created_ns: NDArray[np.uint64]
-    access_s: NDArray[np.uint64]
+    scores: NDArray[np.uint64]
     left_out: dict[str, int]
 
     def __len__(self) -> int:
@@ -51,16 +49,17 @@ class Candidates:
 
     def take(self, chosen: NDArray[np.bool_]) -> Candidates:
         """Return the chosen pages."""
-        return Candidates.of([getattr(self, name)[chosen] for name in _COLUMNS], self.left_out)
+        columns = (getattr(self, name) for name in _COLUMNS)
+        return Candidates.of([column[chosen] if len(column) else column for column in columns], self.left_out)
 
     @classmethod
     def of(cls, columns: list[NDArray[np.uint64]], left_out: dict[str, int]) -> Candidates:
         """Make one of its columns."""
-        places, names, heads, parents, created_ns, access_s = columns
-        return cls(places, names, heads, parents, created_ns, access_s, left_out)
+        places, names, heads, parents, scores = columns
+        return cls(places, names, heads, parents, scores, left_out)
 
 
-_COLUMNS = ("places", "names", "heads", "parents", "created_ns", "access_s")
+_COLUMNS = ("places", "names", "heads", "parents", "scores")
 
 
 def key_names(keys: NDArray[np.uint8], lengths: NDArray[np.uint8]) -> NDArray[np.uint64]:
@@ -83,8 +82,17 @@ def split_places(places: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray
     return (places >> _PARTITION_SHIFT).astype(np.int64), (places & _SLOT_MASK).astype(np.int64)
 
 
-def list_pages(part: PartSource, keys: Collection[bytes] | None) -> Candidates:
-    """List the committed pages of a part, each key once; `keys` are those wanted where not all are."""
+def list_pages(part: PartSource, keys: Collection[bytes] | None, rank_by: str = "") -> Candidates:
+    """List the committed pages of a part, each key once.
+
+    Parameters
+    ----------
+    part : PartSource
+    keys : collection of bytes, optional
+        Those wanted, where not all are.
+    rank_by : str
+        Field of the slot records that says what a page is worth; pages are not ranked where it is empty.
+    """
     columns: list[list[NDArray[np.uint64]]] = [[] for _ in _COLUMNS]
     left_out = {"unverifiable": 0, "damaged": 0, "not_selected": 0, "copies": 0}
     wanted = None if keys is None else frozenset(keys)
@@ -106,16 +114,12 @@ def list_pages(part: PartSource, keys: Collection[bytes] | None) -> Candidates:
                 sound &= chosen
             index, records = index[sound], records[sound]
             slots = index.astype(np.uint64) + np.uint64(number * source.facts.shape.slots)
-            values = (
-                slots | np.uint64(at) << _PARTITION_SHIFT,
-                key_names(records["key"], records["key_nbytes"]),
-                key_heads(records),
-                records["parent"].astype(np.uint64),
-                records["created_ns"].astype(np.uint64),
-                records["access_s"].astype(np.uint64),
-            )
-            for column, value in zip(columns, values, strict=True):
-                column.append(value)
+            columns[0].append(slots | np.uint64(at) << _PARTITION_SHIFT)
+            columns[1].append(key_names(records["key"], records["key_nbytes"]))
+            if rank_by:
+                columns[2].append(key_heads(records))
+                columns[3].append(records["parent"].astype(np.uint64))
+                columns[4].append(records[rank_by].astype(np.uint64))
     none = np.zeros(0, np.uint64)
     return _once(Candidates.of([np.concatenate([none, *column]) for column in columns], left_out))
 

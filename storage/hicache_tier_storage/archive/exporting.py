@@ -173,7 +173,7 @@ def _list(
             known = keys_of_prompts(chosen.prompts, part.geometry.page_tokens, part.identity, chosen.tenants)
             tokens.update(known)
             keys = frozenset(known) if keys is None else keys & known.keys()
-        listed.append((part, list_pages(part, keys)))
+        listed.append((part, list_pages(part, keys, chosen.rank_by)))
     return limit(chosen, listed)
 
 

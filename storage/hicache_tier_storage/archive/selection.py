@@ -55,6 +55,13 @@ class Selection:
         """Whether pages of a namespace may be wanted."""
         return not self.namespaces or any(namespace.startswith(start) for start in self.namespaces)
 
+    @property
+    def rank_by(self) -> str:
+        """Field of the slot records that says what a page is worth; empty where all of them are taken."""
+        if self.max_nbytes is None:
+            return ""
+        return "created_ns" if self.first == "newest" else "access_s"
+
     def as_dict(self) -> dict[str, Any]:
         """Return what tells this selection from others, as plain data."""
         import hashlib
@@ -88,7 +95,7 @@ def limit(
     spaces: dict[str, list[tuple[PartSource, Candidates]]] = {}
     for part, found in listed:
         spaces.setdefault(part.name.namespace, []).append((part, found))
-    rankings = [_ranking(group, selection.first) for group in spaces.values()]
+    rankings = [_ranking(group) for group in spaces.values()]
     kept = dict(zip(spaces, Ranking.chosen(rankings, selection.max_nbytes), strict=True))
     result = []
     for part, found in listed:
@@ -98,11 +105,10 @@ def limit(
     return result
 
 
-def _ranking(group: list[tuple[PartSource, Candidates]], first: str) -> Ranking:
-    column = "created_ns" if first == "newest" else "access_s"
+def _ranking(group: list[tuple[PartSource, Candidates]]) -> Ranking:
     return Ranking.of(
         np.concatenate([found.heads for _, found in group]),
         np.concatenate([found.parents for _, found in group]),
-        np.concatenate([getattr(found, column) for _, found in group]),
+        np.concatenate([found.scores for _, found in group]),
         np.concatenate([np.full(len(found), part.geometry.page_nbytes) for part, found in group]),
     )
