@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK_TOKENS = 512
+_MAX_LINE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,12 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     requests: list[Request] = []
     before: dict[int, int | None] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
-        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        read = iter(lambda: file.readline(_MAX_LINE), "")
+        lines = ((number, line) for number, line in enumerate(read, 1) if line.strip())
         for number, line in islice(lines, limit):
             try:
+                if len(line) == _MAX_LINE:
+                    raise ValueError(f"it has {_MAX_LINE} characters or more")  # noqa: TRY301
                 request = _parse(line)
                 _check(request, requests, before)
             except ValueError as error:
@@ -86,13 +90,13 @@ def write_trace(path: Path, requests: Sequence[Request]) -> None:
 def _parse(line: str) -> Request:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"not an object but {line.strip()[:40]!r}")  # noqa: TRY004 - one kind for all
     blocks = record.get("hash_ids")
     if not isinstance(blocks, list) or not blocks:
-        raise ValueError(f"hash_ids must be a list of at least one block, got {blocks!r}")
+        raise ValueError(f"hash_ids must be a list of at least one block, got {str(blocks)[:40]}")
     return Request(
         _count(record, "timestamp"),
         _count(record, "input_length"),
@@ -110,7 +114,7 @@ def _count(record: dict[str, Any], name: str) -> int:
 
 def _whole(name: str, value: object) -> int:
     if type(value) is not int:
-        raise ValueError(f"{name} must hold whole numbers, got {value!r}")
+        raise ValueError(f"{name} must hold whole numbers, got {str(value)[:40]!r}")
     return value
 
 

@@ -13,6 +13,7 @@ from .app import FINDING
 from .key import key_option
 from .output import byte_progress, json_option, print_json, show, size, table
 
+_MAX_KEY_LINE = 4096
 _WHY = {
     "changed": "were given up or replaced by the store while it was exported",
     "copies": "are copies of others",
@@ -41,19 +42,21 @@ def parse_size(text: str | None, option: str) -> int | None:
 
 def read_keys(path: Path) -> frozenset[bytes]:
     """Read page keys, hex digits, one a line."""
+    from hicache_tier_storage.archive.prompts import lines_of
     from hicache_tier_storage.keys import normalise_key
 
     keys = set()
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        for at, line in enumerate(lines_of(path, _MAX_KEY_LINE), 1):
+            if line.strip():
+                try:
+                    keys.add(normalise_key(line.strip()))
+                except InvalidArgumentError as error:
+                    raise InvalidArgumentError(f"{path}, line {at}: {error}") from error
+    except InvalidArgumentError:
+        raise
+    except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as keys: {error}") from error
-    for at, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                keys.add(normalise_key(line.strip()))
-            except InvalidArgumentError as error:
-                raise InvalidArgumentError(f"{path}, line {at}: {error}") from error
     return frozenset(keys)
 
 

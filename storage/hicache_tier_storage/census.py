@@ -149,9 +149,14 @@ def take_census(paths: PartitionPaths, facts: PartitionFacts, number: int) -> Sl
         fd = open_file(paths.table(number))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        return _unreadable(paths, number, error)
     try:
         size = os.fstat(fd).st_size
-        words = read_records(fd, 0, shape.slots)
+        try:
+            words = read_records(fd, 0, shape.slots)
+        except OSError as error:
+            return _unreadable(paths, number, error)
         states, reasons = judge(words, shape.page_nbytes, encrypted=facts.encrypted)
         for _ in range(_LOOKS):
             if not reasons:
@@ -170,6 +175,14 @@ def take_census(paths: PartitionPaths, facts: PartitionFacts, number: int) -> Sl
         return None
     nbytes = size + _size(paths.slab(number, facts.page_axes))
     return SlabCensus(number, words, states, reasons, problem, nbytes)
+
+
+def _unreadable(paths: PartitionPaths, number: int, error: OSError) -> SlabCensus:
+    """Return what is known of a slab whose table cannot be read."""
+    table = paths.table(number)
+    problem = f"slots/{table.name} cannot be read: {error.strerror}"
+    none = np.zeros((0, RECORD_WORDS), np.uint64)
+    return SlabCensus(number, none, np.zeros(0, np.uint8), {}, problem, _size(table))
 
 
 def _look_again(

@@ -25,7 +25,7 @@ from .metadata import (
     state_document,
     write_document,
 )
-from .partition import PartitionFacts, PartitionPaths
+from .partition import MAX_SLOTS, PartitionFacts, PartitionPaths
 from .slab import SlabShape
 from .state import STATE_NBYTES, StateBlock
 from .table import table_nbytes
@@ -156,6 +156,8 @@ def _stated_shape(paths: PartitionPaths, wanted: PartitionFacts) -> SlabShape | 
 def slots_in_use(paths: PartitionPaths, facts: PartitionFacts) -> int:
     """Slots up to the end of the last slab whose files have the sizes they should."""
     for number in reversed(paths.slab_numbers()):
+        if (number + 1) * facts.shape.slots > MAX_SLOTS:
+            continue
         with suppress(OSError):
             slab = paths.slab(number, facts.page_axes).lstat().st_size
             table = paths.table(number).lstat().st_size

@@ -18,7 +18,7 @@ from .capacity import PARTITION_NAME
 from .census import SlotState, take_census
 from .inside import PARTITION_FILE
 from .metadata import read_attributes
-from .partition import PartitionFacts
+from .partition import MAX_SLOTS, PartitionFacts
 from .record import keys_of
 from .survey import survey
 
@@ -102,6 +102,8 @@ def open_dataset(
         for part, dims in zip(parts, _dimensions(parts), strict=True):
             lazy = LazyPages(array, dtype, (part["offset"], tuple(part["shape"])))
             variables[part["name"]] = (dims, LazilyIndexedArray(lazy))
+    if array.shape[0] > MAX_SLOTS:
+        raise StoreError(f"{paths.pages} says that it has {array.shape[0]} slots, more than there can be.")
     valid, keys = _snapshot(paths, facts, array.shape[0])
     identity = next(s.identity for s in found.namespaces if s.name == paths.root.parent.parent.name)
     return xarray.Dataset(

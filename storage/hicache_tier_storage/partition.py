@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .encryption import EncryptionKey
 
 _LOG = logging.getLogger(__name__)
+_TABLE_NAME = re.compile(r"c\.(0|[1-9]\d{0,9})\.0", re.ASCII)
 _LOOK_AGAIN_S = 0.1  # at a slab that cannot be read
 _GRACE_S = 0.5  # what its writer is at with a slab is over by then
 _LOOK_LATER_S = 1.0  # at one that was reported
@@ -41,6 +43,10 @@ _LOOKS = 4
 _LOOK_S = 0.001  # at a table whose slab is missing, or whose records are being published
 MAX_SLAB_NBYTES = 2 * SLAB_TARGET_NBYTES
 """Bytes of the slots of a slab of several pages: what a partition says of itself is not trusted."""
+_SLOTS_ANYWHERE, _SPARSE = 1 << 24, 64
+"""Slots up to which slabs have any number, and how thin they may be spread beyond: a slot takes memory."""
+MAX_SLOTS = 1 << 32
+"""Slots of a partition: the journal names no others."""
 MAX_PAGE_NBYTES = (1 << 32) - 1
 """Bytes of a page that a record can state."""
 MAX_TABLE_NBYTES = table_nbytes(MAX_SLAB_NBYTES // SLOT_ALIGNMENT)
@@ -92,13 +98,10 @@ class PartitionPaths:
 
     def slab_numbers(self) -> list[int]:
         """Numbers of the slot tables there are, ascending; files of other names are ignored."""
-        numbers = []
-        if self.slots.is_dir() and not self.slots.is_symlink():
-            for entry in self.slots.iterdir():
-                parts = entry.name.split(".")
-                if len(parts) == 3 and parts[0] == "c" and parts[2] == "0" and parts[1].isdecimal():
-                    numbers.append(int(parts[1]))
-        return sorted(numbers)
+        if not self.slots.is_dir() or self.slots.is_symlink():
+            return []
+        names = (_TABLE_NAME.fullmatch(entry.name) for entry in self.slots.iterdir())
+        return sorted(int(name[1]) for name in names if name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +217,9 @@ class Partition:
             Where either file is missing or of a wrong size.
         """
         shape = self.facts.shape
+        most = max(_SLOTS_ANYWHERE, _SPARSE * (len(self.slabs) + 1) * shape.slots)
+        if (number + 1) * shape.slots > most:
+            raise SlabDamagedError(f"slab {number} lies far beyond all others")
         table = StoreFile(
             self.paths.table(number),
             table_nbytes(shape.slots),
@@ -441,7 +447,10 @@ class ReaderPartition(Partition):
 
     def _reread(self, slots: NDArray[np.int64]) -> Iterator[Pages | NDArray[np.int64]]:
         shift = self.facts.shape.slots
-        for number in self.tables.slabs_of(slots):
+        numbers = self.tables.slabs_of(slots)
+        if any(number not in self.slabs for number in numbers):
+            numbers = sorted({*numbers} & {*self.slabs, *self.paths.slab_numbers()})  # it may say anything
+        for number in numbers:
             mine = slots[slots // shift == number]
             if number in self._troubles or self.tables.damaged(mine):
                 yield from self._look_at(number, everything=True)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAX_FILE_NBYTES = 1 << 30
+_MAX_LINE_NBYTES = 64 << 20
+_MAX_HEADER_NBYTES = 1 << 16
 
 
 def read_prompts(path: str | Path) -> list[NDArray[np.uint32]]:
@@ -32,19 +34,52 @@ def read_prompts(path: str | Path) -> list[NDArray[np.uint32]]:
     """
     path = Path(path)
     try:
-        if path.stat().st_size > _MAX_FILE_NBYTES:
-            raise InvalidArgumentError(f"{path} has more than {_MAX_FILE_NBYTES} bytes.")
+        _check_size(path)
         if path.suffix == ".npy":
-            array = np.load(path, allow_pickle=False)
+            array = _load(path)
             return [_tokens(row, str(path)) for row in (array if array.ndim == 2 else [array])]
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return [
+            _tokens(_parse(line, f"{path}, line {at}"), f"{path}, line {at}")
+            for at, line in enumerate(lines_of(path, _MAX_LINE_NBYTES), 1)
+            if line.strip()
+        ]
+    except InvalidArgumentError:
+        raise
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as token ids: {error}") from error
-    return [
-        _tokens(_parse(line, f"{path}, line {at}"), f"{path}, line {at}")
-        for at, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+
+
+def _check_size(path: Path) -> None:
+    if path.stat().st_size > _MAX_FILE_NBYTES:
+        raise InvalidArgumentError(f"{path} has more than {_MAX_FILE_NBYTES} bytes.")
+
+
+def lines_of(path: Path, most: int) -> Iterator[str]:
+    """Yield the lines of a text file.
+
+    Raises
+    ------
+    ValueError
+        For a line of more than `most` characters, and where the file is not UTF-8.
+    """
+    with path.open(encoding="utf-8") as file:
+        while line := file.readline(most + 1):
+            if len(line) > most:
+                raise ValueError(f"a line has more than {most} characters")
+            yield line
+
+
+def _load(path: Path) -> NDArray[Any]:
+    """Map an array; unlike reading, that takes no memory by what the header says."""
+    with path.open("rb") as file:
+        start = file.read(12)
+    if start[:6] != b"\x93NUMPY" or len(start) < 12:
+        raise ValueError("it is no .npy file")
+    header_nbytes = int.from_bytes(start[8:10] if start[6] == 1 else start[8:12], "little")
+    if header_nbytes > _MAX_HEADER_NBYTES:
+        raise ValueError(f"its header has {header_nbytes} bytes")
+    found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return found
 
 
 def _parse(line: str, where: str) -> Any:  # noqa: ANN401 - JSON
