@@ -90,6 +90,9 @@ class PageAllocator:
         self._length_of_start: dict[int, int] = {}
         self._add_run(0, num_pages)
         self._free_count = num_pages
+        # Calls that may still write to a page, and pages that were freed while there were any.
+        self._holds: dict[int, int] = {}
+        self._waiting: set[int] = set()
 
     @property
     def free_pages(self) -> int:
@@ -98,8 +101,13 @@ class PageAllocator:
 
     @property
     def owned_pages(self) -> int:
-        """Pages that are allocated; with `free_pages` always all pages."""
+        """Pages that are allocated, or held though they were freed; with `free_pages` always all pages."""
         return self.num_pages - self._free_count
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that were freed and are not given out, because they are held."""
+        return len(self._waiting)
 
     def owner(self, page: int) -> str | None:
         """Return who owns `page`, or None where it is free."""
@@ -142,9 +150,6 @@ class PageAllocator:
         repeated = array[1:][array[1:] == array[:-1]]
         if repeated.size:
             raise DoubleFreeError(f"page {repeated[0]} comes twice in one call to free, by {now}.")
-        breaks = np.flatnonzero(np.diff(array) != 1) + 1
-        firsts = array[np.concatenate(([0], breaks))].tolist()
-        lasts = array[np.concatenate((breaks - 1, [array.size - 1]))].tolist()
         with self._lock:
             wrong = array[~self._owned[array]]
             if wrong.size:
@@ -153,14 +158,49 @@ class PageAllocator:
                 raise DoubleFreeError(f"page {wrong[0]} {history} and is freed now by {now}.")
             self._owned[array] = False
             self._names[array] = now
-            self._free_count += int(array.size)
-            for first, last in zip(firsts, lasts, strict=True):
-                self._add_run(first, last - first + 1)
+            if self._holds:
+                held = np.isin(array, list(self._holds))
+                self._waiting.update(array[held].tolist())
+                array = array[~held]
+            self._add_runs(array)
+
+    def hold(self, pages: object) -> None:
+        """Give these pages to nobody else, even after they are freed, until as many calls of `let_go`.
+
+        For pages that something abandoned may still write to, whoever owns them.
+        """
+        numbers = page_array("pages", pages, self.num_pages).tolist()
+        with self._lock:
+            for number in numbers:
+                self._holds[number] = self._holds.get(number, 0) + 1
+
+    def let_go(self, pages: object) -> None:
+        """Undo one `hold` of each page; those that were freed meanwhile can be allocated again."""
+        numbers = page_array("pages", pages, self.num_pages).tolist()
+        with self._lock:
+            for number in numbers:
+                self._holds[number] -= 1
+                if not self._holds[number]:
+                    del self._holds[number]
+            ready = sorted(number for number in set(numbers) & self._waiting if number not in self._holds)
+            self._waiting.difference_update(ready)
+            self._add_runs(np.array(ready, np.int64))
 
     def runs(self) -> list[tuple[int, int]]:
         """Return the free runs as (first page, length), ascending."""
         with self._lock:
             return sorted(self._length_of_start.items())
+
+    def _add_runs(self, array: NDArray[np.int64]) -> None:
+        """Insert free pages, ascending, as runs."""
+        if not array.size:
+            return
+        breaks = np.flatnonzero(np.diff(array) != 1) + 1
+        firsts = array[np.concatenate(([0], breaks))].tolist()
+        lasts = array[np.concatenate((breaks - 1, [array.size - 1]))].tolist()
+        self._free_count += int(array.size)
+        for first, last in zip(firsts, lasts, strict=True):
+            self._add_run(first, last - first + 1)
 
     def _add_run(self, start: int, length: int) -> None:
         """Insert a free run, joined with its neighbours."""

@@ -175,6 +175,17 @@ class HostPool:
         self._check_open()
         self._allocator.free(pages, owner)
 
+    def hold(self, pages: object) -> None:
+        """Give these pages to nobody else, even after they are freed, until `let_go`.
+
+        A store does so with pages that a call which missed its deadline may still write to.
+        """
+        self._allocator.hold(pages)
+
+    def let_go(self, pages: object) -> None:
+        """Undo one `hold` of each page; those that were freed meanwhile can be allocated again."""
+        self._allocator.let_go(pages)
+
     def component_tensor(self, name: str) -> torch.Tensor:
         """Return one component of all pages, in `layout.host_shape`, without a copy."""
         self._check_open()

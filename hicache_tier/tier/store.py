@@ -24,6 +24,9 @@ class StoreLike(Protocol):
     with one truth value a key, whether its page is there. `touch` makes pages as recent as a read would: the
     tier calls it for stored pages that are used in the host tier, which the store would else take for unused.
     `contains` is asked at `flush` and `close`, for all stored pages in the host tier.
+
+    One that makes its calls on threads of its own, to bound them, should have `on_this_thread`: the same
+    store without that, which the tier calls instead.
     """
 
     @property

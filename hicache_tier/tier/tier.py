@@ -106,7 +106,8 @@ class Tier:
         for op in OPS:
             select_path(host.geometry.kind, host.layout, settings.io_backend, sharded=sharded, op=op)
         self.settings = settings
-        self._core = Core(host, store, settings)
+        unbounded = getattr(store, "on_this_thread", store)  # the lanes have deadlines of their own
+        self._core = Core(host, unbounded, settings)
         self._reader = Reader(self._core)
         self._writer = Writer(self._core, self._reader)
         self._lookup = Lookup(self._core, self._reader)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .status import PageStatus
 
 _LOG = logging.getLogger(__name__)
+_BRIEFLY_S = 1.0
 
 
 class StoreCore:
@@ -94,6 +95,20 @@ class StoreCore:
             raise ClosedError(f"{self.closed}: {self.root}.")
 
     @contextmanager
+    def briefly(self) -> Iterator[bool]:
+        """Hold the lock for a look that is not worth waiting for storage that hangs.
+
+        Yields whether it is held: a call that hangs with it may keep it for good, and then nobody else
+        changes anything either.
+        """
+        held = self.lock.acquire(timeout=_BRIEFLY_S)
+        try:
+            yield held
+        finally:
+            if held:
+                self.lock.release()
+
+    @contextmanager
     def session(self) -> Iterator[None]:
         """Count a call in flight, which `close` waits for."""
         counted = False
@@ -113,6 +128,11 @@ class StoreCore:
                             self.when_idle()
                             self.when_idle = None
 
+    @property
+    def users(self) -> int:
+        """Calls in flight."""
+        return self._users
+
     def drain(self, timeout: float) -> int:
         """Wait under the lock for calls in flight; return how many are left after `timeout` seconds."""
         self._idle.wait_for(lambda: self._users == 0, timeout)
@@ -122,10 +142,14 @@ class StoreCore:
         """Return what moves these pages; raises `EngineUnavailableError` as `DeviceEngines.get` does."""
         return self.engine if payload.device is None else self.devices.get()
 
+    def due(self) -> bool:
+        """Whether it is time to follow other writers, and nobody else is at it."""
+        return self.foreign.due() and not self.lock.locked()
+
     def refresh(self) -> None:
         """Follow other writers, if it is time and nobody else is at it. Takes the lock itself."""
         self.check_open()
-        if not self.foreign.due() or self.lock.locked():
+        if not self.due():
             return
         with self.lock:
             self.check_open()  # or what a `close` let go of meanwhile would be mapped again

@@ -19,6 +19,7 @@ from hicache_tier.layout import Layout
 
 from .access import Access, Owners
 from .asked_capacity import parse_capacity
+from .bounded import DEADLINE_S, check_deadline, open_bounded
 from .capacity import LOCK_NAME, RootBudget, partition_paths
 from .creation import lock_partition, refuse_link
 from .encryption import EncryptionKey, match_key, stated_check
@@ -114,6 +115,7 @@ def open_store(
     access: str | Access = "private",
     owners: str | Owners = "self",
     encryption: EncryptionKey | str | os.PathLike[str] | None = None,
+    deadline_s: float | None = DEADLINE_S,
 ) -> PageStore:
     """Open a store, creating it where there is none.
 
@@ -162,6 +164,9 @@ def open_store(
     encryption : EncryptionKey, path or str, optional
         Encrypt pages with AES-256-GCM by this key: the path of a file of 64 hex digits, or `env:NAME` for an
         environment variable that holds them. Keys of pages, times and sizes are not hidden.
+    deadline_s : float, optional
+        No call takes longer, whatever storage does (opening: four times as long); see `BoundedStore`. None:
+        calls are made on the caller's thread and take as long as they take.
 
     Raises
     ------
@@ -179,6 +184,7 @@ def open_store(
     layout = Layout.parse(layout)
     _check_options(geometry, layout, verify)
     check_engine(engine, io_mode, threads)
+    check_deadline(deadline_s)
     pool = _pool_name(pool, geometry)
     key = EncryptionKey.parse(encryption)
     identity = Identity.build(
@@ -212,14 +218,19 @@ def open_store(
         Owners.parse(owners),
         key,
     )
-    if isinstance(root, list | tuple):
-        paths = distinct_roots([_root_path(one) for one in root])
-        total = None if capacity_bytes is None else parse_capacity(capacity_bytes, paths[0])
-        shares = split_capacity(paths, total)
-        files = max(2, file_limit() // len(paths))
-        return open_roots(paths, lambda path: _open_root(path, way, shares[path], files))
-    path = _root_path(root)
-    return _open_root(path, way, capacity_bytes, file_limit())
+    several = isinstance(root, list | tuple)
+    paths = [_root_path(one) for one in (root if isinstance(root, list | tuple) else (root,))]
+
+    def open_it() -> PageStore:
+        if not several:
+            return _open_root(paths[0], way, capacity_bytes, file_limit())
+        roots = distinct_roots(paths)
+        total = None if capacity_bytes is None else parse_capacity(capacity_bytes, roots[0])
+        shares = split_capacity(roots, total)
+        files = max(2, file_limit() // len(roots))
+        return open_roots(roots, lambda path: _open_root(path, way, shares[path], files))
+
+    return open_bounded(open_it, deadline_s, ", ".join(map(str, paths)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ by their keys; where a page is, is looked up in the indexes of all. A batch is u
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from hicache_tier.errors import (
     StoreError,
 )
 
+from .closing import Closer, CloseReport
 from .keys import PageKey, normalise_keys
 from .placement import Placement
 from .status import PageStatus, failed
@@ -84,6 +86,10 @@ class SeveralRoots(PageStore):
         """Look at what other writers did in every root."""
         for store in self._stores:
             store.follow()
+
+    def due(self) -> bool:
+        """Whether it is time to follow other writers in any root."""
+        return any(store.due() for store in self._stores)
 
     def contains(self, keys: Sequence[PageKey], *, follow: bool = True) -> list[bool]:
         """Tell for each key whether its page is present in any root."""
@@ -218,18 +224,35 @@ class SeveralRoots(PageStore):
         ]
         return total
 
-    def close(self, timeout: float = 10.0) -> None:
-        """Close every root, `timeout` seconds at most for the calls in flight of each."""
+    def close(self, timeout: float = 10.0) -> CloseReport:
+        """Close every root at once; see `PageStore.close`."""
+        closers = [
+            Closer(
+                lambda until_s, store=store: store.close(max(0.0, until_s - time.monotonic())),  # type: ignore[misc]
+                lambda: CloseReport(synced=False),
+            )
+            for store in self._stores
+        ]
+        for closer in closers:
+            closer.start(timeout)
         errors: list[Exception] = []
-        for store in self._stores:
+        reports: list[CloseReport] = []
+        for closer in closers:
             try:
-                store.close(timeout)
+                reports.append(closer.result())
             except Exception as error:  # noqa: BLE001 - the others are closed all the same
                 errors.append(error)
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
         if errors:
             raise errors[0]
+        abandoned = sum(report.abandoned_calls for report in reports)
+        return CloseReport(abandoned, synced=all(report.synced for report in reports))
+
+    @property
+    def closed(self) -> bool:
+        """Whether it cannot be used any more."""
+        return self._stores[0].closed
 
     def __repr__(self) -> str:
         inside = ", ".join(map(repr, self._stores))

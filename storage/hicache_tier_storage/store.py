@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
 
+from .closing import Closer, CloseReport
 from .core import StoreCore
 from .getter import Getter
 from .keeper import Keeper
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _OPEN: weakref.WeakSet[PageStore] = weakref.WeakSet()
+_PATIENCE = 0.8  # of the time that a close has: for calls in flight
 
 
 class PageStore:
@@ -78,6 +82,7 @@ class PageStore:
         self._budget = budget
         self._cache = cache
         self._owns_engine = owns_engine
+        self._closing = threading.Lock()
         self._core = core = StoreCore(
             root=self.root,
             geometry=self.geometry,
@@ -136,6 +141,10 @@ class PageStore:
         """Look at what other writers did since the last time, where that is some milliseconds ago."""
         self._core.refresh()
 
+    def due(self) -> bool:
+        """Whether it is time to follow other writers, and nobody else is at it."""
+        return self._core.due()
+
     def contains(self, keys: Sequence[PageKey], *, follow: bool = True) -> list[bool]:
         """Tell for each key whether its page is present; `follow` as in `match_prefix`."""
         if follow:
@@ -151,10 +160,11 @@ class PageStore:
         Costs no I/O. Pages that another writer holds are told of, not touched.
         """
         core, names = self._core, normalise_keys(keys)
-        with core.lock:
+        with core.briefly() as alone:
             core.check_open()
             slots = [core.index.get(name) for name in names]
-            core.touch(np.array([slot for slot in slots if slot is not None], np.int64))
+            if alone:
+                core.touch(np.array([slot for slot in slots if slot is not None], np.int64))
             foreign = core.foreign.index
             return [slot is not None or name in foreign for slot, name in zip(slots, names, strict=True)]
 
@@ -174,7 +184,7 @@ class PageStore:
         return self.contains([key])[0]
 
     def __len__(self) -> int:
-        with self._core.lock:
+        with self._core.briefly():
             return len(self._core.index.keys() | self._core.foreign.index.keys())
 
     # -- moving ----------------------------------------------------------------------------------------
@@ -300,7 +310,7 @@ class PageStore:
     def stats(self) -> dict[str, Any]:
         """Return counters and gauges as plain data: sizes in bytes, verdicts by reason."""
         core = self._core
-        with core.lock:
+        with core.briefly():
             writer = core.writer
             verdicts: dict[str, dict[str, int]] = {"put": {}, "get": {}, "delete": {}}
             for (verb, reason), count in core.counts.items():
@@ -329,28 +339,51 @@ class PageStore:
                 ],
             }
 
-    def close(self, timeout: float = 10.0) -> None:
-        """Sync, state that the partition is clean, and let go of it.
+    def close(self, timeout: float = 10.0) -> CloseReport:
+        """Sync, state that the partition is clean, and let go of it; within `timeout` seconds.
 
-        Calls in flight are waited for up to `timeout` seconds; after that the files are left as a killed
-        process would leave them, which loses nothing that was committed.
+        Calls in flight are waited for most of that time; after it the files are left as a killed process
+        would leave them, which loses nothing that was committed.
+
+        Returns
+        -------
+        CloseReport
+            What was left behind.
         """
         core = self._core
-        with core.lock:
+        with self._closing:
             if core.closed:
-                return
+                return CloseReport()
             core.closed = "the store is closed"
+        closer = Closer(self._close, lambda: CloseReport(core.users, synced=False))
+        closer.start(timeout)
+        report = closer.result()
+        if not report.clean:
+            _LOG.error(
+                "%s: storage did not return %d calls within %g s: abandoned",
+                self.root,
+                report.abandoned_calls,
+                timeout,
+            )
+        return report
+
+    @property
+    def closed(self) -> bool:
+        """Whether it cannot be used any more."""
+        return bool(self._core.closed)
+
+    def _close(self, until_s: float) -> CloseReport:
+        core, left_s = self._core, max(0.0, until_s - time.monotonic())
         if self._keeper is not None:
-            self._keeper.stop(timeout)
+            self._keeper.stop(left_s * _PATIENCE)
         with core.lock:
-            left = core.drain(timeout)
+            left = core.drain(max(0.0, until_s - time.monotonic() - left_s * (1 - _PATIENCE)))
             _OPEN.discard(self)
             if left:
                 core.when_idle = self._let_go  # the last call to return does it
             else:
                 self._let_go(clean=True)
-        if left:
-            _LOG.error("%s: %d calls did not return within %.0f s: abandoned", self.root, left, timeout)
+        return CloseReport(left, synced=not left)
 
     def _let_go(self, *, clean: bool = False) -> None:
         """Give back what the store holds. The lock must be held, and no call be in flight."""

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from hicache_tier.integrations.sglang.calls import Lane
 from hicache_tier.integrations.sglang.desk import Desk
 from hicache_tier.integrations.sglang.health import Health
 from hicache_tier.integrations.sglang.options import Options
@@ -20,6 +19,7 @@ from hicache_tier.integrations.sglang.ranks import Ranks
 from hicache_tier.integrations.sglang.tally import Tally
 from hicache_tier.integrations.sglang.view import PoolView
 from hicache_tier.testing.array_pool import keys_of
+from hicache_tier_storage.calls import Lane
 from hicache_tier_storage.posix import PosixEngine
 
 PAGE = 8
@@ -320,7 +320,7 @@ def test_lookups_find_what_others_store(tmp_path, engine):
 
 
 def test_lane_threads_end_when_it_closes():
-    lane = Lane("test", 4)
+    lane = Lane("sglang-test", 4)
     calls = [lane.start(lambda number=number: number * 2) for number in range(4)]
     assert all(call.wait(time.monotonic() + 5) for call in calls)
     assert [call.result for call in calls] == [0, 2, 4, 6]

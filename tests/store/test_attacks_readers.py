@@ -99,7 +99,7 @@ def test_no_helper_is_at_the_pages_once_get_has_returned(shop, second_thread_fai
     store = shop.open(threads=1)
     shop.put(store, A)
     store.close()
-    store = shop.open(threads=3)
+    store = shop.open(threads=3, deadline_s=None)  # straight to the pages
     real, inside, after = posix.PREADV, threading.Event(), []
     returned = threading.Event()
 

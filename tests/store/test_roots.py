@@ -258,7 +258,7 @@ def test_keys_are_spread_by_weight():
 
 def test_stats_name_every_root(rig, keys):
     store = rig.open()
-    assert isinstance(store, SeveralRoots)
+    assert isinstance(store.on_this_thread, SeveralRoots)
     rig.put(store, keys)
     rig.get(store, [*keys, b"absent"])
     stats = store.stats()

@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hicache_tier.tier.store import error_kind
+from hicache_tier_storage.calls import Lane
 from hicache_tier_storage.status import PageStatus, failed
 
-from .calls import Lane
 from .health import Health
 from .pool import LATE
 
@@ -53,8 +53,8 @@ class Desk:
         self.pools: dict[str, Pool] = {}
         self.health = Health(options.probe_interval_s)
         self._options, self._tally = options, tally
-        self._lanes = {op: Lane(op, options.threads_per_direction) for op in ("get", "set")}
-        self._side = Lane("side", 4)  # following, probing, sampling
+        self._lanes = {op: Lane(f"sglang-{op}", options.threads_per_direction) for op in ("get", "set")}
+        self._side = Lane("sglang-side", 4)  # following, probing, sampling
         self._closing = threading.Event()
         self._followed_s = 0.0
         self._following = threading.Lock()

@@ -157,6 +157,7 @@ class Pool:
             cp=ranks.cp,
             pool=view.name,
             capacity_bytes=options.capacity_bytes,
+            deadline_s=None,  # the desk has threads and deadlines of its own
             engine=engine or options.engine,
             io_mode=options.io_mode,
             threads=options.threads,

@@ -1,4 +1,4 @@
-"""Calls of the store with a deadline: a call that hangs costs a thread, and not the caller."""
+"""Calls of storage with a deadline: a call that hangs costs a thread, and not the caller."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 60.0  # an idle thread ends after this long
+_POLL_S = 0.002
 
 
 class Call:
@@ -24,19 +25,20 @@ class Call:
         What it raised.
     result
         What it returned.
-    late : bool
-        Whether its caller has given up on it.
+    started_s : float
+        On the monotonic clock.
     """
 
-    __slots__ = ("_done", "_work", "error", "late", "result", "started_s")
+    __slots__ = ("_done", "_late", "_lock", "_work", "error", "result", "started_s")
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
         self._done = threading.Lock()
         self._done.acquire()
+        self._lock = threading.Lock()
+        self._late: Callable[[], object] | None = None
         self.error: BaseException | None = None
         self.result: Any = None
-        self.late = False
         self.started_s = time.monotonic()
 
     def run(self) -> None:
@@ -47,7 +49,11 @@ class Call:
             self.error = error
         finally:
             del self._work
-            self._done.release()
+            with self._lock:
+                self._done.release()
+                late = self._late
+            if late is not None:
+                late()
 
     def wait(self, until_s: float) -> bool:
         """Wait until a time on the monotonic clock; say whether the call has returned."""
@@ -56,13 +62,28 @@ class Call:
         self._done.release()
         return True
 
+    def outcome(self) -> Any:  # noqa: ANN401 - whatever the work returns
+        """Return what it returned, or raise what it raised; after a `wait` that was in time."""
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def leave(self, late: Callable[[], object]) -> None:
+        """Wait no more; `late` is called when the call returns, at once where it just has."""
+        with self._lock:
+            if self._done.locked():
+                self._late = late
+                return
+        late()
+
 
 class Lane:
-    """Threads for calls of one direction, as many as are needed up to a bound.
+    """Threads for calls of one kind, as many as are needed up to a bound.
 
     Parameters
     ----------
     name : str
+        Threads bear it after `hct-`.
     most_threads : int
         Calls under way, hung ones included; beyond that calls are refused.
     """
@@ -80,6 +101,11 @@ class Lane:
     def in_flight(self) -> int:
         """Calls that have not returned, hung ones included."""
         return self._busy
+
+    @property
+    def full(self) -> bool:
+        """Whether all threads that there may be are taken."""
+        return self._busy >= self._most
 
     def start(self, work: Callable[[], Any]) -> Call | None:
         """Begin a call; None where every thread is taken, or none can be started."""
@@ -103,11 +129,17 @@ class Lane:
     def drain(self, until_s: float) -> bool:
         """Wait for the calls under way until a time on the monotonic clock; say whether all returned."""
         while self._busy and time.monotonic() < until_s:
-            time.sleep(0.002)
+            time.sleep(_POLL_S)
         return not self._busy
 
+    def join(self, until_s: float) -> bool:
+        """Wait after a `close` for the threads that no call holds; say whether all ended."""
+        while self._threads > self._busy and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        return not self._threads
+
     def _start_thread(self) -> bool:
-        thread = threading.Thread(target=self._loop, name=f"hct-sglang-{self.name}", daemon=True)
+        thread = threading.Thread(target=self._loop, name=f"hct-{self.name}", daemon=True)
         self._threads += 1
         try:
             thread.start()

@@ -1,0 +1,303 @@
+"""A store whose every call ends by a deadline, whatever storage does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hicache_tier.errors import InvalidArgumentError, StoreError
+
+from .abandoned import Abandonable, abandonable
+from .calls import Call, Lane
+from .status import PageStatus, failed
+from .store import PageStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import ArrayLike
+
+    from .closing import CloseReport
+    from .keys import PageKey
+    from .payload import Pool
+
+_LOG = logging.getLogger(__name__)
+DEADLINE_S = 30.0
+OPENING = 4  # deadlines that an opening may take: it may have to look at every page
+_MOST_CALLS = 64  # under way in one store, hung ones included
+_FOLLOW_S = 0.1  # what a lookup waits for news of other writers
+_LATE = failed("timeout: storage did not answer in time")
+_HANGS = failed("timeout: all earlier calls hang")
+
+
+class DeadlineError(StoreError, TimeoutError):
+    """Storage did not answer in time, and there is no verdict that could say so."""
+
+    kind = "timeout"
+
+
+class BoundedStore(PageStore):
+    """A store whose calls are made on threads of their own, and left there when they are late.
+
+    A page whose call was late has the verdict `timeout`. Nothing that is written from its memory is committed
+    any more, and nothing lands in it that could be taken for something else: a `HostPool` gives it to nobody
+    before the call has returned, other memory is written to by way of the store's own. Its slot stays taken
+    until the call returns. Where the process may have no more threads, calls are made on the caller's,
+    without a deadline. Pages of a device pool move on the caller's thread too, whose stream they follow:
+    their engines have deadlines of their own.
+
+    Parameters
+    ----------
+    inner : PageStore
+    lane : Lane
+        Where its calls are made.
+    deadline_s : float
+
+    Attributes
+    ----------
+    deadline_s : float
+    on_this_thread : PageStore
+        The store without deadlines, for those who make its calls on threads of their own.
+    """
+
+    def __init__(self, inner: PageStore, lane: Lane, deadline_s: float) -> None:
+        self.on_this_thread = inner
+        self.deadline_s = deadline_s
+        self.identity, self.layout, self.geometry = inner.identity, inner.layout, inner.geometry
+        self.root = inner.root
+        self._lane = lane
+        self._pid = os.getpid()
+        self._told = False
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of a store on several roots, or of its insides
+        if name == "on_this_thread":  # not there yet: a copy, say
+            raise AttributeError(name)
+        return getattr(self.on_this_thread, name)
+
+    # -- looking up ------------------------------------------------------------------------------------
+
+    def match_prefix(self, keys: Sequence[PageKey], *, follow: bool = True) -> int:
+        """See `PageStore.match_prefix`; other writers are waited for only a moment."""
+        if follow:
+            self.follow()
+        return self.on_this_thread.match_prefix(keys, follow=False)
+
+    def contains(self, keys: Sequence[PageKey], *, follow: bool = True) -> list[bool]:
+        """See `PageStore.contains`; other writers are waited for only a moment."""
+        if follow:
+            self.follow()
+        return self.on_this_thread.contains(keys, follow=False)
+
+    def tables(self, *, follow: bool = True) -> tuple[Mapping[bytes, object], Mapping[bytes, object]]:
+        """See `PageStore.tables`; other writers are waited for only a moment."""
+        if follow:
+            self.follow()
+        return self.on_this_thread.tables(follow=False)
+
+    def follow(self) -> None:
+        """See `PageStore.follow`; where that takes longer than a moment it goes on in the background."""
+        inner = self.on_this_thread
+        if not self.due() or self._elsewhere:
+            inner.follow()
+            return
+        call = self._lane.start(inner.follow)
+        if call is None:
+            if not self._lane.full:
+                inner.follow()
+        elif call.wait(call.started_s + min(_FOLLOW_S, self.deadline_s)):
+            call.outcome()
+
+    def due(self) -> bool:
+        """See `PageStore.due`."""
+        return self.on_this_thread.due()
+
+    def touch(self, keys: Sequence[PageKey]) -> list[bool]:
+        """See `PageStore.touch`."""
+        return self.on_this_thread.touch(keys)
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """See `PageStore.capacity_nbytes`."""
+        return self.on_this_thread.capacity_nbytes
+
+    def __len__(self) -> int:
+        return len(self.on_this_thread)
+
+    # -- moving ----------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Sequence[PageKey],
+        host: Pool,
+        pages: ArrayLike,
+        *,
+        parents: Sequence[PageKey | None] | None = None,
+        pin: bool = False,
+    ) -> list[PageStatus]:
+        """See `PageStore.put`."""
+        memory = abandonable(host, pages, write=True)
+        put = self.on_this_thread.put
+        return self._verdicts(
+            "put", keys, lambda pool: put(keys, pool, pages, parents=parents, pin=pin), memory
+        )
+
+    def get(self, keys: Sequence[PageKey], host: Pool, pages: ArrayLike) -> list[PageStatus]:
+        """See `PageStore.get`."""
+        memory = abandonable(host, pages, write=False)
+        get = self.on_this_thread.get
+        return self._verdicts("get", keys, lambda pool: get(keys, pool, pages), memory)
+
+    # -- removing and pinning --------------------------------------------------------------------------
+
+    def delete(self, keys: Sequence[PageKey]) -> list[PageStatus]:
+        """See `PageStore.delete`."""
+        return self._verdicts("delete", keys, lambda _: self.on_this_thread.delete(keys))
+
+    def clear(self) -> int:
+        """See `PageStore.clear`.
+
+        Raises
+        ------
+        DeadlineError
+            Where storage hangs; the pages may yet go.
+        """
+        return int(self._run("clear", self.on_this_thread.clear, self._raise))
+
+    def pin(self, keys: Sequence[PageKey]) -> list[PageStatus]:
+        """See `PageStore.pin`."""
+        return self._verdicts("pin", keys, lambda _: self.on_this_thread.pin(keys))
+
+    def unpin(self, keys: Sequence[PageKey]) -> list[PageStatus]:
+        """See `PageStore.unpin`."""
+        return self._verdicts("unpin", keys, lambda _: self.on_this_thread.unpin(keys))
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """See `PageStore.stats`; `calls_in_flight` counts those that hang too."""
+        return self.on_this_thread.stats() | {"calls_in_flight": self._lane.in_flight}
+
+    def close(self, timeout: float = 10.0) -> CloseReport:
+        """See `PageStore.close`."""
+        if self._elsewhere:
+            return self.on_this_thread.close(timeout)
+        until_s = time.monotonic() + timeout
+        report = self.on_this_thread.close(timeout)
+        self._lane.close()
+        self._lane.join(until_s)
+        return report
+
+    @property
+    def closed(self) -> bool:
+        """See `PageStore.closed`."""
+        return self.on_this_thread.closed
+
+    def __repr__(self) -> str:
+        return repr(self.on_this_thread)
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether this is a child of fork, which has the store's threads no more; the store refuses it."""
+        return self._pid != os.getpid()
+
+    def _verdicts(
+        self,
+        verb: str,
+        keys: Sequence[PageKey],
+        work: Callable[[Pool], list[PageStatus]],
+        memory: Abandonable | None = None,
+    ) -> list[PageStatus]:
+        memory = memory or Abandonable()
+        answer: list[PageStatus] = self._run(
+            verb, lambda: work(memory.pool), lambda verdict: [verdict] * len(keys), memory
+        )
+        return answer
+
+    def _run(
+        self,
+        verb: str,
+        work: Callable[[], Any],
+        late: Callable[[PageStatus], Any],
+        memory: Abandonable | None = None,
+    ) -> Any:  # noqa: ANN401 - what the call returns
+        """Make a call within the deadline; else return what `late` makes of the reason."""
+        if self._elsewhere or (memory is not None and memory.here):
+            return work()
+        call = self._lane.start(work)
+        if call is None:
+            return late(_HANGS) if self._lane.full else self._run_here(work)  # closed, or no thread to be had
+        in_time = False
+        try:
+            in_time = call.wait(call.started_s + self.deadline_s)
+        finally:
+            if not in_time:  # or interrupted
+                self._leave(verb, call, memory)
+        return call.outcome() if in_time else late(_LATE)
+
+    def _leave(self, verb: str, call: Call, memory: Abandonable | None) -> None:
+        _LOG.warning("%s: a %s did not return within %g s and is left", self.root, verb, self.deadline_s)
+        if memory is None:
+            return
+        memory.abandon()
+        call.leave(memory.returned)
+
+    def _run_here(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the call returns
+        if not self._told and not self.on_this_thread.closed:
+            self._told = True
+            _LOG.warning("%s: no thread can be started: calls have no deadline.", self.root)
+        return work()
+
+    def _raise(self, verdict: PageStatus) -> NoReturn:
+        raise DeadlineError(f"{self.root}: {verdict.reason.partition(': ')[2]}.")
+
+
+def check_deadline(deadline_s: object) -> None:
+    """Raise `InvalidArgumentError` unless it is None or a positive, finite number of seconds."""
+    number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+    if deadline_s is not None and not (number and 0 < deadline_s <= threading.TIMEOUT_MAX / OPENING):  # type: ignore[operator]
+        raise InvalidArgumentError(
+            f"deadline_s must be a positive number of seconds, or None for no deadline, got {deadline_s!r}."
+        )
+
+
+def open_bounded(open_it: Callable[[], PageStore], deadline_s: float | None, name: str) -> PageStore:
+    """Open a store within the time that openings have, and bound its calls.
+
+    Parameters
+    ----------
+    open_it : callable
+    deadline_s : float, optional
+        None: neither is bounded.
+    name : str
+        Of the root, for errors.
+
+    Raises
+    ------
+    DeadlineError
+        Where storage hangs. Should the opening end later, the store is closed again.
+    """
+    if deadline_s is None:
+        return open_it()
+    lane = Lane("store", _MOST_CALLS)
+    call = lane.start(open_it)
+    if call is None:  # no thread can be started
+        return BoundedStore(open_it(), lane, deadline_s)
+    in_time = False
+    try:
+        in_time = call.wait(call.started_s + OPENING * deadline_s)
+    finally:
+        if not in_time:
+            call.leave(lambda: call.error or call.result.close())
+            lane.close()
+    if not in_time:
+        raise DeadlineError(f"{name} was not opened within {OPENING * deadline_s:g} s: storage hangs.")
+    try:
+        return BoundedStore(call.outcome(), lane, deadline_s)
+    except BaseException:
+        lane.close()
+        raise
