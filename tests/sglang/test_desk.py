@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hicache_tier.errors import StoreError
 from hicache_tier.integrations.sglang.desk import Desk
 from hicache_tier.integrations.sglang.health import Health
 from hicache_tier.integrations.sglang.options import Options
@@ -265,6 +266,23 @@ def test_hung_calls_take_threads_up_to_a_bound(tmp_path, engine):
     assert time.monotonic() - started_s < 0.1
     engine.free.set()
     rig.desk.close()
+
+
+def test_a_store_that_does_not_open_is_given_up_and_closed_once_it_does(rig, monkeypatch):
+    monkeypatch.setattr("hicache_tier.integrations.sglang.desk._OPEN_S", 0.2)
+    opened, closed = threading.Event(), threading.Event()
+
+    def make():
+        opened.wait(10)
+        return SimpleNamespace(store=SimpleNamespace(close=closed.set))
+
+    with pytest.raises(StoreError, match="did not open within"):
+        rig.desk.open(make)
+    opened.set()
+    assert closed.wait(5)
+    assert rig.desk.open(lambda: rig.pool) is rig.pool
+    with pytest.raises(ZeroDivisionError):
+        rig.desk.open(lambda: 1 // 0)
 
 
 def test_close_ends_in_time_however_storage_hangs(rig, engine):

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from hicache_tier.errors import StoreError
 from hicache_tier.tier.store import error_kind
 from hicache_tier_storage.calls import Lane
 from hicache_tier_storage.status import PageStatus, failed
@@ -16,7 +17,7 @@ from .health import Health
 from .pool import LATE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .options import Options
     from .pool import Pages, Pool
@@ -26,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _FOLLOW_EVERY_S = 0.02  # how often other writers are looked at, while there are lookups
 _FOLLOW_S = 0.05  # what a lookup waits for that, at most
 _SAMPLE_EVERY_S = 5.0
+_OPEN_S = 60.0  # a store of millions of pages takes seconds
 _CLOSE_S = 5.0
 _CLEAR_S = 8.0
 _BREAKER = failed("breaker_open")
@@ -98,6 +100,7 @@ class Desk:
         if late:
             self._suspects = list(parts)
             self.health.late()
+            self._side.start(self.sample)
             _LOG.warning("storage did not %s %d pages in time", op, sum(len(part.names) for part in parts))
         elif op == "set":
             self.health.written(started_s)
@@ -115,6 +118,33 @@ class Desk:
         for part in parts:
             self._tally.refused(op, part.pool.view.name, verdict.kind, len(part.names))
         return [[verdict] * len(part.names) for part in parts]
+
+    # -- registration ----------------------------------------------------------------------------------------
+
+    def open(self, make: Callable[[], Pool]) -> Pool:
+        """Open a pool's store, or give up: storage may hang.
+
+        Raises
+        ------
+        StoreError
+            Where that takes too long. What `make` raises is raised as it is.
+        """
+        given_up = threading.Event()
+
+        def work() -> Pool:
+            pool = make()
+            if given_up.is_set():
+                pool.store.close()
+            return pool
+
+        call = self._side.start(work)
+        if call is None or not call.wait(time.monotonic() + _OPEN_S):
+            given_up.set()
+            raise StoreError(f"the store did not open within {_OPEN_S:.0f} s: {self._options.root}.")
+        if call.error is not None:
+            raise call.error
+        pool: Pool = call.result
+        return pool
 
     # -- looking up ------------------------------------------------------------------------------------------
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.observability.metrics_collector import StorageMetrics
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -14,6 +12,8 @@ def storage_metrics(batches: Mapping[str, Sequence[tuple[int, float]]]) -> Any: 
     """Return pages and GB/s of each batch as SGLang's `StorageMetrics`; None where there was none."""
     if not any(batches.values()):
         return None
+    from sglang.srt.observability.metrics_collector import StorageMetrics  # heavy, and SGLang has it by now
+
     return StorageMetrics(
         prefetch_pgs=[pages for pages, _ in batches["get"]],
         backup_pgs=[pages for pages, _ in batches["set"]],

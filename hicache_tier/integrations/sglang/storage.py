@@ -90,7 +90,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
                 return
             arguments = server_arguments()
             view = PoolView(host_pool, name, kv_cache_dtype(arguments))
-            pool = Pool(view, self.options, self.ranks, arguments)
+            pool = self.desk.open(lambda: Pool(view, self.options, self.ranks, arguments))
             self.registered_pools[name] = host_pool
             self.desk.pools[name] = pool
             if known is not None:

@@ -90,6 +90,8 @@ class Tally:
         self._gauge("hicache_tier_breaker_open", ("set",), health.writes_open)
         for op, calls in in_flight.items():
             self._gauge("hicache_tier_calls_in_flight", (op,), calls)
+        if health.reads_open:
+            return
         for pool in pools:
             stats, name = pool.store.stats(), pool.view.name
             self._gauge("hicache_tier_stored_pages", (name,), stats["pages"])
