@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -181,3 +184,31 @@ def test_the_doctor_takes_a_running_servers_configuration(tmp_path):
         "revision: stored with 1, this configuration has 2",
     ]
     now.store.close()
+
+
+MULTIPROCESS = """
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+from hicache_tier.metrics import Instruments
+instruments = Instruments.of()
+instruments.add("hicache_tier_lookup_pages", ("r", "hit"), 3)
+instruments.set("hicache_tier_breaker_open", ("r", "get"), 1)
+instruments.observe("hicache_tier_call_seconds", ("r", "get"), 0.002)
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_sglangs_multiprocess_mode_gathers_them(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", MULTIPROCESS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+    )
+    assert run.returncode == 0, run.stderr
+    assert 'hicache_tier_lookup_pages_total{rank="r",result="hit"} 3.0' in run.stdout
+    assert 'hicache_tier_breaker_open{op="get",rank="r"} 1.0' in run.stdout
+    assert 'hicache_tier_call_seconds_count{op="get",rank="r"} 1.0' in run.stdout

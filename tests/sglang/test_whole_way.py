@@ -219,3 +219,29 @@ def test_prefix_keys_chain_pages_over_batches(tmp_path, context):
     (space,) = inspect_root(tmp_path / "root")["namespaces"]
     (partition,) = space["partitions"]
     assert partition["chains"] == {"roots": 1, "leaves": 1, "longest": 6, "orphans": 0}
+
+
+def test_one_flag_at_start(tmp_path, context):
+    """The flags of the command line, and no call of ours."""
+    import json
+
+    from hicache_tier.testing.sglang_rig import Caches, extra_config, prompt
+
+    flags = {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra_config(tmp_path / "root")),
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+    server = context(**flags)
+    caches = Caches(server, "page_first")
+    tokens = prompt(1, 9)
+    caches.compute(tokens)
+    caches.forget()
+    assert caches.prefetch(tokens) == len(tokens)
+    assert caches.load_back(tokens) == len(tokens)
+    assert caches.right(tokens)
+    caches.close()
+    server.close()
+    wrong = json.dumps(extra_config(tmp_path / "root", verfy="always"))
+    with pytest.raises(ValueError, match=r"Did you mean 'verify'\?"):
+        Caches(context(**flags | {"hicache_storage_backend_extra_config": wrong}), "page_first")
