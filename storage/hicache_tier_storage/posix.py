@@ -13,12 +13,12 @@ import os
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .daemon_pool import DaemonPool
 from .landing import LeasedBatch
 from .posix_landing import Landing, LandingBuffer
 from .slab import SlabDamagedError, StoreFile
@@ -66,7 +66,7 @@ class PosixEngine:
     def __init__(self, *, direct: bool, threads: int | None = None) -> None:
         self._direct = direct
         self._threads = max(1, threads or default_threads())
-        self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="hct-io")
+        self._pool = DaemonPool(max(1, self._threads - 1), "hct-io")
         self._alone_until = 0.0
         self._bounce = threading.local()
         self._landing = threading.local()
@@ -88,7 +88,7 @@ class PosixEngine:
 
     def close(self) -> None:
         """Stop the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown()
 
     def _move(self, batch: PageBatch, *, write: bool) -> list[str]:
         verdicts = [""] * len(batch)

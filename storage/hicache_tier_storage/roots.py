@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from hicache_tier.errors import (
@@ -20,6 +19,7 @@ from hicache_tier.errors import (
 )
 
 from .closing import Closer, CloseReport
+from .daemon_pool import DaemonPool
 from .keys import PageKey, normalise_keys
 from .placement import Placement
 from .status import PageStatus, failed
@@ -66,8 +66,7 @@ class SeveralRoots(PageStore):
         self.root = first.root
         self._placement = Placement([store.capacity_nbytes for store in self._stores])
         self._pools = [
-            ThreadPoolExecutor(_THREADS_A_ROOT, thread_name_prefix=f"hct-root{number}")
-            for number in range(len(self._stores))
+            DaemonPool(_THREADS_A_ROOT, f"hct-root{number}") for number in range(len(self._stores))
         ]
 
     # -- looking up ------------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ class SeveralRoots(PageStore):
             except Exception as error:  # noqa: BLE001 - the others are closed all the same
                 errors.append(error)
         for pool in self._pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown()
         if errors:
             raise errors[0]
         abandoned = sum(report.abandoned_calls for report in reports)

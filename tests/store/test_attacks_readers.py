@@ -133,7 +133,7 @@ def test_a_helper_that_comes_late_touches_nothing(shop, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(posix.ThreadPoolExecutor, "submit", submit)
+        patch.setattr(posix.DaemonPool, "submit", submit)
         assert shop.put(store, A) == ["stored"] * 64
     assert queued
     moved = []

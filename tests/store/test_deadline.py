@@ -361,26 +361,41 @@ def test_closed_stores_leave_no_thread(tmp_path):
     assert threading.active_count() == before
 
 
-def test_a_process_ends_although_a_call_hangs(tmp_path):
-    code = f"""
-import sys
-from hicache_tier.testing.faults import FaultyEngine, Hang
-from hicache_tier.testing.array_pool import ArrayPool
+ENDS = """
+import os, sys, threading
+from hicache_tier.testing.array_pool import ArrayPool, keys_of
 from hicache_tier.testing.store_rig import GEOMETRY
-from hicache_tier_storage import open_store
-from hicache_tier_storage.posix import PosixEngine
-from hicache_tier_storage.store import PageStore
-engine = FaultyEngine(PosixEngine(direct=False, threads=1), Hang())
-store = open_store({str(tmp_path / "root")!r}, GEOMETRY, "page_first", capacity_bytes="2 MiB", engine=engine,
-                   deadline_s=0.2)
-print(store.put([b"k"], ArrayPool(GEOMETRY, "page_first", 1), [0])[0].kind)
+from hicache_tier_storage import open_store, posix
+
+here = threading.Event()
+
+
+def hang(*arguments):  # in the kernel, as far as anybody can tell
+    if threading.current_thread().name.startswith(sys.argv[2]):
+        here.set()
+        threading.Event().wait()
+    here.wait()
+    return write(*arguments)
+
+
+store = open_store(sys.argv[1], GEOMETRY, "page_first", capacity_bytes="2 MiB", threads=3, deadline_s=0.3)
+write, posix.PWRITEV = posix.PWRITEV, hang
+posix.PREADV = hang
+keys = keys_of("ends", 64)
+print(store.put(keys, ArrayPool(GEOMETRY, "page_first", 64), range(64))[0].kind)
 print(store.close(0.3).abandoned_calls)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("thread", ["hct-store", "hct-io"])
+def test_a_process_ends_although_one_of_its_threads_hangs(tmp_path, thread):
+    run = subprocess.run(
+        [sys.executable, "-c", ENDS, tmp_path / "root", thread], capture_output=True, text=True, timeout=60
+    )
     assert run.stdout.split() == ["timeout", "1"], run.stderr
     assert run.returncode == 0
     with open_store(tmp_path / "root", GEOMETRY, "page_first", capacity_bytes="2 MiB") as store:
-        assert store.match_prefix([b"k"]) == 0
+        assert store.match_prefix(keys_of("ends", 1)) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

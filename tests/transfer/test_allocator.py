@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -156,6 +156,40 @@ def test_page_tensor_takes_numpy_numbers_and_ranges():
 
 def test_nothing_to_free_is_fine():
     PageAllocator(2).free([])
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_pages_that_are_held_are_given_to_nobody(data):
+    """Any sequence of alloc, free, hold and let_go: free and owned are all, and what is held is never new."""
+    allocator, owned, holds = PageAllocator(12), set(), []
+    for _ in range(data.draw(st.integers(1, 40))):
+        what = data.draw(st.sampled_from(["alloc", "free", "hold", "let_go"]))
+        if what == "alloc":
+            pages = allocator.alloc(data.draw(st.integers(1, 4)))
+            if pages is not None:
+                assert not set(pages.tolist()) & {page for hold in holds for page in hold}
+                owned |= set(pages.tolist())
+        elif what == "free" and owned:
+            some = data.draw(st.sets(st.sampled_from(sorted(owned)), min_size=1))
+            allocator.free(sorted(some))
+            owned -= some
+            with pytest.raises(DoubleFreeError):
+                allocator.free(sorted(some))
+        elif what == "hold" and owned:
+            holds.append(sorted(data.draw(st.sets(st.sampled_from(sorted(owned)), min_size=1))))
+            allocator.hold(holds[-1])
+        elif what == "let_go" and holds:
+            allocator.let_go(holds.pop(data.draw(st.integers(0, len(holds) - 1))))
+        held = {page for hold in holds for page in hold} - owned
+        assert allocator.held_pages == len(held)
+        assert allocator.owned_pages == len(owned) + len(held)
+        assert sum(length for _, length in allocator.runs()) == allocator.free_pages
+    for hold in holds:
+        allocator.let_go(hold)
+    if owned:
+        allocator.free(sorted(owned))
+    assert allocator.runs() == [(0, 12)]
 
 
 def test_threads():
