@@ -351,6 +351,60 @@ def test_lane_threads_end_when_it_closes():
     assert until(lambda: not any(t.name == "hct-sglang-test" for t in threading.enumerate()))
 
 
+@pytest.mark.parametrize("io_mode", ["buffered", "auto"])
+def test_lookups_gets_and_puts_at_once_in_a_store_that_is_full(tmp_path, io_mode):
+    """Two servers evict from one small root while they read: what is said to be loaded is right."""
+    rigs = [
+        Rig(tmp_path / "root", None, io_mode=io_mode, capacity_bytes="1 MiB", deadline_s=4) for _ in range(2)
+    ]
+    names = keys_of("full", 400)
+    over, wrong, loaded = threading.Event(), [], []
+
+    def content(name):
+        raw = np.frombuffer(name * (rigs[0].host.raw.size // PAGES // 32 + 1), np.uint8)
+        return torch.from_numpy(raw[: 2 * PAGE * 3 * 2 * 16 * 2].copy()).view(torch.float16)
+
+    def serve(rig, seed, half):
+        chance = np.random.default_rng(seed)
+        while not over.is_set():
+            first = int(chance.integers(0, len(names) - 8))
+            batch, pages = names[first : first + 8], list(range(half, half + 8))
+            for name, page in zip(batch, pages, strict=True):
+                part = rig.host.kv_buffer[:, page * PAGE : (page + 1) * PAGE]
+                part.copy_(content(name).reshape(part.shape))
+            rig.put(batch, pages)
+            rig.look(names[first:])
+            pages = list(range(half + 8, half + 16))
+            for name, page, reason in zip(batch, pages, rig.get(batch, pages), strict=True):
+                if reason == "loaded":
+                    loaded.append(1)
+                    (got,) = rig.content([page])
+                    if not same([got.reshape(-1)], [content(name)]):
+                        wrong.append((name, reason))
+
+    threads = [
+        threading.Thread(target=serve, args=(rig, number * 2 + half // 16, half))
+        for number, rig in enumerate(rigs)
+        for half in (0, 16)
+    ]
+    for thread in threads:
+        thread.start()
+
+    def busy():
+        evictions = sum(rig.pool.store.stats()["evictions"] for rig in rigs)
+        return bool(wrong) or (len(loaded) > 500 and evictions > 200)
+
+    enough = until(busy, 30.0)
+    over.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not wrong
+    assert enough
+    for rig in rigs:
+        rig.desk.close()
+
+
 def test_a_plain_pool_needs_nothing_beside_its_model(rig):
     assert rig.pool.store.identity.model == "m"
     assert rig.pool.view.geometry.components[0].heads == 2
