@@ -108,9 +108,8 @@ def fill(
     fd = os.open(draft.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         at = draft.payload_nbytes
-        if _is_plain(source) and len(
-            places
-        ):  # the size is known: blocks in one go cost less, and lie together
+        if _is_plain(source) and len(places):
+            # The size is known: blocks taken in one go cost less, and lie together.
             os.posix_fallocate(fd, at, len(places) * source.page_nbytes)
         for owner, first, last in _runs(source, owners, slots):
             if stopped():
