@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.testing.array_pool import keys_of, page_bytes
-from hicache_tier_storage.archive import export_archive, import_archive, open_archive
+from hicache_tier_storage.archive import export_archive, import_archive, import_run, open_archive
 
 GEOMETRIES = st.one_of(
     st.builds(
@@ -127,3 +127,26 @@ def test_ranks_share_the_room(shop):
     assert found == [keys[:count] for count in counts]
     assert sum(counts) == report.imported < 40
     assert 0 <= counts[1] - counts[0] <= 1
+
+
+def test_a_stopped_import_goes_on(shop, monkeypatch):
+    root, keys = shop.fill()
+    export_archive(root, shop.folder / "archive")
+    monkeypatch.setattr(import_run, "_BATCH_NBYTES", 4 * 2048)
+    write, calls = import_run.BatchWriter.write, []
+
+    def stop(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return write(*args)
+
+    monkeypatch.setattr(import_run.BatchWriter, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        import_archive(shop.folder / "archive", shop.folder / "new", threads=1)
+    monkeypatch.undo()
+    there = shop.read(shop.folder / "new", keys)
+    assert 8 <= len(there) < 20
+    report = import_archive(shop.folder / "archive", shop.folder / "new")
+    assert (report.already_stored, report.imported) == (len(there), 20 - len(there))
+    assert shop.read(shop.folder / "new", keys) == shop.read(root, keys)
