@@ -81,7 +81,6 @@ class DeviceBench:
             "io_mode": shape.mode,
             "threads": shape.threads,
             "checksums": shape.checksums,
-            "encrypted": shape.encrypted,
             "verify": "always",
         }
         stores = {"device": engine, "host": "posix"}
