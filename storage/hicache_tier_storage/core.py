@@ -59,11 +59,12 @@ class StoreCore:
         writer: WriterPartition | None,
         foreign: ForeignPages,
         asked: str = "",
+        encrypted: bool = False,
     ) -> None:
         self.root = root
         self.geometry = geometry
         self.engine = engine
-        self.devices = DeviceEngines(root, asked, engine)
+        self.devices = DeviceEngines(root, asked, engine, encrypted=encrypted)
         self.writer = writer
         self.foreign = foreign
         self._make_locks()

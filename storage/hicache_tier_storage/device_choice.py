@@ -32,10 +32,13 @@ class DeviceEngines:
         `auto`, `posix`, `nixl` or `kvikio`, as the store was opened; "" for an engine of the caller's own.
     engine : ByteEngine
         The store's, for pages in host memory.
+    encrypted : bool
+        Whether pages are encrypted, which is done in host memory: then all are staged there.
     """
 
-    def __init__(self, directory: Path, asked: str, engine: ByteEngine) -> None:
+    def __init__(self, directory: Path, asked: str, engine: ByteEngine, *, encrypted: bool = False) -> None:
         self._directory, self._asked, self._engine = directory, asked, engine
+        self._encrypted = encrypted
         self._lock = threading.Lock()
         self._found: ByteEngine | None = None
         self._own: ByteEngine | None = None
@@ -59,8 +62,11 @@ class DeviceEngines:
         found = self._found
         if found is None:
             return None
-        how = found.device_mode if isinstance(found, DeviceEngine) else ""
-        return f"{found.name} {how}" if how else f"staged in host memory, {found.name} {found.mode}"
+        how = found.device_mode if isinstance(found, DeviceEngine) and not self._encrypted else ""
+        if how:
+            return f"{found.name} {how}"
+        staged = "staged and encrypted in host memory" if self._encrypted else "staged in host memory"
+        return f"{staged}, {found.name} {found.mode}"
 
     def close(self) -> None:
         """Close an engine that was made for devices alone."""
@@ -72,7 +78,7 @@ class DeviceEngines:
         self._lock = threading.Lock()
 
     def _choose(self) -> ByteEngine:
-        if self._asked in {"", "posix"}:
+        if self._encrypted or self._asked in {"", "posix"}:
             return self._engine
         path = existing_parent(self._directory)
         if self._asked == "auto":

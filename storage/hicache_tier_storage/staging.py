@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ import torch
 
 from hicache_tier_kernels.engine import new_event, new_stream
 
+from .daemon_pool import DaemonPool
 from .device_bytes import own_memory
 from .device_sums import summer
 from .engine import DeviceMemory
@@ -108,7 +108,8 @@ class Ring:
         self.memory = None
         if cuda and kind.user:
             self.memory = DeviceMemory(kind.pool.index or 0, region, self, staging=True)
-        self._workers: ThreadPoolExecutor | None = None
+        self._workers: DaemonPool | None = None
+        self._bound = threading.local()
         self._maps: dict[tuple[KVGeometry, str, int], RowMap] = {}
         self._summers: dict[tuple[int, int, int], tuple[int, Summer]] = {}
         if cuda:
@@ -168,14 +169,15 @@ class Ring:
     def start(self, work: Callable[..., None], *arguments: object) -> Future[None]:
         """Let a thread of the ring's own do something, one a half at most."""
         if self._workers is None:
-            device = self.kind.pool
-            self._workers = ThreadPoolExecutor(
-                HALVES, thread_name_prefix="hct-ring", initializer=_bind, initargs=(device,)
-            )
+            self._workers = DaemonPool(HALVES, "hct-ring")
         return self._workers.submit(self._run, work, *arguments)
 
     def _run(self, work: Callable[..., None], *arguments: object) -> None:
-        with on_device(self.kind.pool):
+        device = self.kind.pool
+        if device.type == "cuda" and not hasattr(self._bound, "yes"):
+            torch.cuda.mem_get_info(device)  # makes the context this thread's: packages of CUDA want one
+            self._bound.yes = True
+        with on_device(device):
             work(*arguments)
 
     def mark(self) -> torch.cuda.Event | None:
@@ -200,12 +202,6 @@ class Ring:
             if spent > _SPIN_S:
                 time.sleep(_PAUSE_S)
         self.waited_s += spent
-
-
-def _bind(device: torch.device) -> None:
-    """Make a device's context this thread's: packages of CUDA ask for it that do not make one."""
-    if device.type == "cuda":
-        torch.cuda.mem_get_info(device)
 
 
 def _memory(nbytes: int, kind: RingKind) -> torch.Tensor:

@@ -90,6 +90,7 @@ class PageStore:
             writer=writer,
             foreign=foreign,
             asked=asked,
+            encrypted=identity.encrypted,
         )
         self._getter = Getter(core, verify_always=verify_always, verify_foreign=verify_foreign)
         self._putter: Putter | None = None

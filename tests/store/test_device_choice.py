@@ -53,6 +53,14 @@ def test_through_host_memory_without_asking_anybody(tmp_path, plain, found, aske
     assert found.tries == 0
 
 
+@pytest.mark.parametrize("asked", ["auto", "kvikio", "nixl"])
+def test_encrypted_pages_go_through_host_memory(tmp_path, plain, found, asked):
+    engines = DeviceEngines(tmp_path, asked, plain, encrypted=True)
+    assert engines.get() is plain
+    assert engines.mode == "staged and encrypted in host memory, posix buffered"
+    assert found.tries == 0
+
+
 @pytest.mark.parametrize("asked", ["kvikio", "nixl"])
 def test_insisted_on(tmp_path, plain, found, asked):
     found.findings = [finding("kvikio", "GPU memory", "no udev"), finding("nixl", "GDS_MT", "it hung")]

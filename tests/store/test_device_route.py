@@ -20,6 +20,7 @@ from hicache_tier.testing.array_pool import (
     blank_pages,
     fill_pages,
     keys_of,
+    page_bytes,
     pages_equal,
     read_page,
 )
@@ -27,6 +28,7 @@ from hicache_tier.testing.device_rig import ALIGNED, GEOMETRIES, BytePool
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier_storage import device_payload, open_store, staging
 from hicache_tier_storage.device_moves import RingMove
+from hicache_tier_storage.encryption import EncryptionKey
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.record import FLAG_FROM_GPU
 
@@ -369,3 +371,25 @@ def test_an_interrupted_call_leaves_nobody_in_the_ring(rig, monkeypatch):
     assert all(rig.store.put(rig.keys, rig.device, range(8)))
     assert all(rig.store.get(rig.keys, rig.device, range(8, 16)))
     assert all(pages_equal(rig.device, range(8, 16), rig.keys, rig.device.geometry.page_nbytes))
+
+
+def test_encrypted_pages_are_staged_in_host_memory(memory_path, short_steps):
+    pytest.importorskip("cryptography")
+    keys, geometry = keys_of("sealed", 8), GEOMETRIES["wide_k"]
+    nbytes = geometry.page_nbytes
+    host, device = ArrayPool(geometry, "page_first", 16), BytePool(geometry, "page_first", 16)
+    options = {"capacity_bytes": "4 MiB", "encryption": EncryptionKey(bytes(range(32)))}
+    with open_store(memory_path, geometry, "page_first", **options) as store:
+        for there, back, part in ((device, host, keys[:4]), (host, device, keys[4:])):
+            fill_pages(there, range(4), part, nbytes)
+            assert all(store.put(part, there, range(4)))
+            assert all(store.get(part, back, range(8, 12)))
+            assert all(pages_equal(back, range(8, 12), part, nbytes))
+        slab = store._core.writer.slabs[0].path
+        assert not any(page_bytes(key, nbytes)[:64] in slab.read_bytes() for key in keys)
+        slot = store._core.index[keys[1]]
+        with slab.open("r+b") as file:
+            file.seek(slot * 8192 + 10)
+            file.write(b"other")
+        blank_pages(device, range(8, 12), nbytes)
+        assert reasons(store.get(keys[:4], device, range(8, 12))).count("loaded") == 3
