@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -35,6 +36,12 @@ Task = TypeVar("Task")
 
 log = logging.getLogger(__name__)
 
+_UNDER_WAY_S = 500e-6
+_LEAST_UNDER_WAY = 2
+_POLL_S = 200e-6
+"""How much submitted work, by what submitting it costs, and how many steps at least may wait for the device.
+
+A driver whose queue is full blocks within the call, and with it threads that want something else of it."""
 _LAST_WAIT_S = 10.0
 _REAP_S = 4e-3
 
@@ -145,6 +152,7 @@ class _Submission:
         self._lane = lane
         self._begin: torch.cuda.Event | None = begin
         self._at = 0
+        self._under_way: deque[tuple[torch.cuda.Event, float]] = deque()
 
     def run(self, until: float | None) -> bool:
         """Submit steps while their cost fits before `until`; returns whether all are submitted."""
@@ -152,15 +160,22 @@ class _Submission:
             self._open(self._begin)
             self._begin = None
         prepared, streams, steps = self._prepared, self._streams, self._steps
+        cheap = self.job.engine.cheap
         while self._at < len(steps):
             layers, planes = steps[self._at]
-            if until is not None and time.perf_counter() + prepared.seconds(planes) > until:
-                return False
+            if not cheap:
+                seconds = prepared.seconds(planes)
+                if until is None:
+                    self._await_room(seconds)
+                elif time.perf_counter() + seconds > until:
+                    return False
             stream = streams[self._at % len(streams)]
             prepared.submit(planes, stream)
             arrival = new_event()
             arrival.record(stream)
             self.job.completion.arrive(layers, arrival)
+            if not cheap:
+                self._under_way.append((arrival, seconds))
             self._at += 1
         main = streams[0]
         for stream in streams[1:]:
@@ -170,6 +185,15 @@ class _Submission:
             arrival.record(main)
         self.job.completion.submitted(arrival, prepared)
         return True
+
+    def _await_room(self, seconds: float) -> None:
+        """Sleep until little enough of this transfer waits for the device."""
+        waiting = self._under_way
+        while len(waiting) >= _LEAST_UNDER_WAY and sum(cost for _, cost in waiting) + seconds > _UNDER_WAY_S:
+            arrival, _ = waiting[0]
+            while not arrival.query():  # type: ignore[no-untyped-call]
+                time.sleep(_POLL_S)
+            waiting.popleft()
 
     def _open(self, begin: torch.cuda.Event) -> None:
         job, main = self.job, self._lane.streams[0]

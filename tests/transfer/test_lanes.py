@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -154,6 +156,43 @@ def test_what_cannot_be_parted_goes_in_one_step(started):
     _, completion = started(engine)
     assert [planes for planes, _ in engine.submitted] == [(0, 1, 2, 3)]
     completion.wait_layer(2, 1)
+
+
+class Slow(Event):
+    """Is over only when it is told so."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, **_):
+        super().__init__()
+        self.over = False
+        self.made.append(self)
+
+    def query(self):
+        return self.over
+
+
+def test_the_thread_keeps_few_steps_under_way(monkeypatch):
+    """A driver whose queue is full would block whoever wants something of it."""
+    monkeypatch.setattr(lanes, "new_event", Slow)
+    monkeypatch.setattr(Slow, "made", [])
+    engine = Engine(cheap=False, streams=1, cost=1.0)
+    steps = [((number,), (number,)) for number in range(6)]
+    with HostPool(MLA, "page_first", 4, pinned=False) as pool:
+        plan = CopyPlan(pool.row_map(), pool.row_map(), torch.tensor([0]), torch.tensor([1]))
+        completion = StreamCompletion(PATH, tuple(range(6)), 1, 128, lambda: None)
+        lane = Lane(torch.device("cpu"), "load")
+        lane.start(Job(engine, Turn(plan), steps, EngineOptions(), completion))
+        for arrived in range(7):
+            wanted = min(6, arrived + 2)
+            deadline = time.monotonic() + 5
+            while len(engine.submitted) < wanted and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(0.005)
+            assert len(engine.submitted) == wanted
+            if arrived < 6:
+                Slow.made[1 + arrived].over = True  # the first says where the transfer begins
+        completion.wait(5)
 
 
 @pytest.mark.parametrize("cheap", [True, False])
