@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hicache_tier_storage import PageBatch
 
@@ -59,6 +60,17 @@ class Call:
     def segments(self) -> Sequence[Segments]:
         """Address and length of each piece of memory of each page."""
         return self.locate()
+
+    @contextmanager
+    def writable(self) -> Iterator[bool]:
+        """Say whether the memory may be written to: a caller may have left, and taken its pages with it."""
+        lease = getattr(self.batch, "lease", None)
+        entered = lease is None or lease.enter()
+        try:
+            yield entered
+        finally:
+            if lease is not None and entered:
+                lease.leave()
 
     @property
     def moves(self) -> str:

@@ -175,7 +175,9 @@ class FlipBits(Fault):
         batch = call.batch
         if batch is None or batch.hook is None:
             answer = go()
-            self._flip(call, 0, call.count)
+            with call.writable() as writable:
+                if writable:
+                    self._flip(call, 0, call.count)
             return answer
         hook = batch.hook
 
@@ -214,9 +216,10 @@ class ReturnShort(Fault):
     def strike(self, call: Call, go: Callable[[], Any]) -> Any:  # noqa: ANN401
         """Call, and spoil what would not have come."""
         go()
-        for segments in call.segments:
-            rest = sum(nbytes for _, nbytes in segments) - self._nbytes
-            store(segments, b"\xc3" * max(0, rest), self._nbytes)
+        with call.writable() as writable:
+            for segments in call.segments if writable else ():
+                rest = sum(nbytes for _, nbytes in segments) - self._nbytes
+                store(segments, b"\xc3" * max(0, rest), self._nbytes)
         return [call.verdict(f"io_error: {self._nbytes} bytes came")] * call.count
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from hicache_tier_storage.capacity import partition_paths
 
 from .duty import Duty
-from .pages import PAGE_NBYTES
+from .pages import BATCH, PAGE_NBYTES
 from .post import Post
-from .work import BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,7 +13,7 @@ class Duty:
     Attributes
     ----------
     role : str
-        `writer`, `reader`, `exporter`.
+        One of `roles.ROLES`.
     root : str
     arena : str
         Name of the root in what is told.
@@ -23,8 +23,10 @@ class Duty:
         Where findings are appended, a JSON object a line.
     seed : int
     capacity_bytes : int
-    verify, io_mode : str
+    verify, deadline_s
         As of `open_store`.
+    bad_engine : bool
+        Whether bytes are moved by an engine that delays, fails, tears and lies; `verify="always"` then.
     strict : bool
         Whether nothing but this process removes its pages: what it stored it must hold.
     clock_jumps : bool
@@ -38,7 +40,8 @@ class Duty:
     seed: int
     capacity_bytes: int
     verify: str = "suspect"
-    io_mode: str = "buffered"
+    deadline_s: float | None = 30.0
+    bad_engine: bool = False
     strict: bool = False
     clock_jumps: bool = False
 

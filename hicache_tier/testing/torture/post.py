@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .board import Board, Field, Phase
-from .work import at_work
+from .roles import at_work
 
 if TYPE_CHECKING:
     from .duty import Duty
@@ -91,7 +91,7 @@ class Post:
             os.close(words)
             if afresh:
                 seed = str(self.duty.seed % (1 << 32))
-                command = [sys.executable, "-m", f"{__package__}.work", self.duty.dumps()]
+                command = [sys.executable, "-m", f"{__package__}.roles", self.duty.dumps()]
                 os.execve(sys.executable, command, os.environ | {"PYTHONHASHSEED": seed})  # noqa: S606
             at_work(self.duty)
             code = 0

@@ -13,6 +13,7 @@ from .arena import Arena
 from .board import COUNTED
 from .disk import mount_small_disk, unmount
 from .resources import held, memory_folder, more
+from .roles import prepare
 from .vandal import Vandal
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Session:
             folder / "squeeze",
             scratch,
             _SQUEEZED[-1],
-            {"writer": 2, "reader": 1},
+            {"writer": 2, "reader": 1, "tier": 1},
             clock_jumps=True,
         )
         self.damage = Arena(
@@ -92,6 +93,8 @@ class Session:
             {"writer": 2, "reader": 1, "stranger": 1},
             damaged=True,
             verify="always",
+            bad_engine=True,
+            deadline_s=0.5,
         )
         self.arenas = [self.keep, self.squeeze, self.damage]
         if not self.no_small_disk:
@@ -104,6 +107,7 @@ class Session:
 
     def run(self, seconds: float) -> dict[str, Any]:
         """Torture for so long; return the summary."""
+        prepare()
         started_s = time.monotonic()
         before = held()
         try:
@@ -240,6 +244,7 @@ class Session:
             "pages_stored": totals["stored"],
             "refused": totals["refused"],
             "misses": totals["missed"],
+            "late_pages": totals["late"],
             "exports": totals["exports"],
             "damage": {**self.vandal.done, "foreign_zarr_writes": totals["foreign_writes"]},
             "full_disk": self.no_small_disk or "tmpfs",
