@@ -12,10 +12,8 @@ import numpy as np
 
 from .inside import ARRAY_FILE, open_inside
 from .record import (
-    AES_256_GCM,
+    ALGORITHMS,
     BAD,
-    CHECKSUM_NONE,
-    CHECKSUM_XXH3,
     COMMITTED,
     FREE,
     KEY_MAX_NBYTES,
@@ -104,7 +102,6 @@ def read_records(fd: int, first: int, count: int) -> Words:
 
 def judge(words: Words, page_nbytes: int, *, encrypted: bool) -> tuple[NDArray[np.uint8], dict[int, str]]:
     """Give every record its `SlotState`, and say what is wrong with those that are damaged."""
-    known = (AES_256_GCM,) if encrypted else (CHECKSUM_NONE, CHECKSUM_XXH3)
     records = as_records(words)
     states = np.full(len(records), SlotState.FREE, np.uint8)
     used = words.any(axis=1)
@@ -124,7 +121,7 @@ def judge(words: Words, page_nbytes: int, *, encrypted: bool) -> tuple[NDArray[n
         (page & ((length < 1) | (length > KEY_MAX_NBYTES)), "the key's length cannot be"),
         (page & (stable["valid_nbytes"] != page_nbytes), "the page is of another length"),
         (
-            page & ~np.isin(stable["algorithm"], known),
+            page & ~np.isin(stable["algorithm"], ALGORITHMS[encrypted]),
             "the page is not encrypted" if encrypted else "the checksum is of an unknown kind",
         ),
     )

@@ -24,6 +24,8 @@ KEY_MAX_NBYTES = 32
 
 FREE, WRITING, COMMITTED, BAD = range(4)
 CHECKSUM_NONE, CHECKSUM_XXH3, AES_256_GCM = 0, 2, 3
+ALGORITHMS = {False: (CHECKSUM_NONE, CHECKSUM_XXH3), True: (AES_256_GCM,)}
+"""What records of pages may have, by whether the pages are encrypted."""
 FLAG_PINNED, FLAG_FROM_GPU = 1, 2
 
 RECORD_DTYPE = np.dtype(
@@ -129,7 +131,7 @@ def committed(records: NDArray[np.void], page_nbytes: int, *, encrypted: bool = 
         & (records["valid_nbytes"] == page_nbytes)
         & (records["key_nbytes"] >= 1)
         & (records["key_nbytes"] <= KEY_MAX_NBYTES)
-        & ((records["algorithm"] == AES_256_GCM) == encrypted)
+        & np.isin(records["algorithm"], ALGORITHMS[encrypted])
     )
     if good.any():
         good[good] = crc_good(records[good])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,7 +79,10 @@ def _load(path: Path) -> NDArray[Any]:
     header_nbytes = int.from_bytes(start[8:10] if start[6] == 1 else start[8:12], "little")
     if header_nbytes > _MAX_HEADER_NBYTES:
         raise ValueError(f"its header has {header_nbytes} bytes")
-    found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        found: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (SyntaxError, TypeError, OverflowError, TokenError) as error:
+        raise ValueError(f"its header is damaged: {error}") from error
     return found
 
 
