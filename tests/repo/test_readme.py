@@ -45,7 +45,7 @@ def test_examples_run(readme, tmp_path):
 
 
 def test_files_it_links_to_are_there(readme, checkout):
-    for target in re.findall(r"\]\(([^)#]+)\)", readme):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", readme):
         assert (checkout / target).exists(), target
 
 
