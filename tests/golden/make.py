@@ -1,4 +1,4 @@
-"""Write the golden stores of the current format version, the same to the byte each time.
+"""Write the golden stores of the format's versions, the same to the byte each time.
 
     python tests/golden/make.py [FOLDER]
 
@@ -25,10 +25,11 @@ import google_crc32c
 
 from hicache_tier import HostPool, KVGeometry, open_store
 from hicache_tier.testing.array_pool import write_page
-from hicache_tier_storage.identity import FORMAT_VERSION
+from hicache_tier_storage import EncryptionKey
+from hicache_tier_storage.identity import FORMAT_VERSION, PLAIN_VERSION
 
 HERE = Path(__file__).parent
-STORES = HERE / f"v{FORMAT_VERSION}"
+STORES = HERE / f"v{PLAIN_VERSION}"
 MANIFEST = "manifest.json"
 NOW_NS = 1_760_000_000_123_456_789
 BOOT = bytes.fromhex("00112233445566778899aabbccddeeff")
@@ -48,6 +49,15 @@ class Golden:
     options: dict = field(default_factory=dict)
     checksums: bool = True
     unclean: bool = False
+
+    @property
+    def version(self) -> int:
+        return FORMAT_VERSION if "encryption" in self.options else PLAIN_VERSION
+
+    @property
+    def key(self) -> bytes | None:
+        key = self.options.get("encryption")
+        return None if key is None else key.secret
 
 
 GOLDEN = {
@@ -79,6 +89,11 @@ GOLDEN = {
         "page_first",
         KVGeometry.indexer(num_layers=2, bytes_per_token=132, page_tokens=8),
         {"model": "org/mla"},
+    ),
+    "encrypted-layer_first-bfloat16": Golden(
+        "layer_first",
+        KVGeometry.mha(num_layers=2, num_kv_heads=2, head_dim=16, dtype="bfloat16", page_tokens=8),
+        {"model": "org/secret", "tenant": "salt", "encryption": EncryptionKey(bytes(range(32)))},
     ),
 }
 
@@ -145,6 +160,7 @@ def frozen() -> ExitStack:
     stack.enter_context(mock.patch.object(time, "time_ns", lambda: NOW_NS))
     stack.enter_context(mock.patch.object(time, "time", lambda: NOW_NS / 1e9))
     stack.enter_context(mock.patch.object(os, "getpid", lambda: PID))
+    stack.enter_context(mock.patch.object(os, "urandom", lambda size: hashlib.shake_128(b"r").digest(size)))
     stack.enter_context(mock.patch.object(uuid, "uuid4", lambda: STORE_UUID))
     for name, module in list(sys.modules.items()):
         if name.startswith("hicache_tier_storage") and hasattr(module, "boot_id"):
@@ -183,15 +199,17 @@ def damage(partition: Path, key: bytes) -> bytes:
     return key
 
 
-def make_all(folder: Path) -> None:
-    manifest = {name: make(name, folder / name) for name in GOLDEN}
+def make_all(folder: Path, version: int) -> None:
+    names = [name for name, golden in GOLDEN.items() if golden.version == version]
+    manifest = {name: make(name, folder / name) for name in names}
     text = json.dumps(manifest, indent=1, sort_keys=True)
     (folder / MANIFEST).write_text(text + "\n")
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else STORES
-    if target.exists():
-        shutil.rmtree(target)
-    target.mkdir(parents=True)
-    make_all(target)
+    for number in (PLAIN_VERSION, FORMAT_VERSION):
+        target = (Path(sys.argv[1]) if len(sys.argv) > 1 else HERE) / f"v{number}"
+        if target.exists():
+            shutil.rmtree(target)
+        target.mkdir(parents=True)
+        make_all(target, number)

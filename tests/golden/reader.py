@@ -1,4 +1,4 @@
-"""A reader of format "hct" version 1 written from storage/FORMAT.md alone.
+"""A reader of format "hct" versions 1 and 2 written from storage/FORMAT.md alone.
 
 It imports nothing of the project, so that the document, and not the code, is what it agrees with.
 """
@@ -6,6 +6,7 @@ It imports nothing of the project, so that the document, and not the code, is wh
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import re
 import struct
@@ -19,7 +20,7 @@ import xxhash
 if TYPE_CHECKING:
     from pathlib import Path
 
-VERSION = 1
+VERSION = 2
 RECORD = struct.Struct("<IBBBBQ32sQQIIQQIIQ24s")
 FREE, WRITING, COMMITTED, BAD = 0, 1, 2, 3
 ITEMSIZE = {"float16": 2, "float32": 4, "int8": 1, "uint8": 1, "uint16": 2}
@@ -97,19 +98,20 @@ class Partition:
     damaged: list[bytes] = field(default_factory=list)
 
 
-def read_store(root: Path, boot_id: bytes = bytes(16)) -> list[Partition]:
-    """Read every partition, as a reader of the host boot `boot_id`."""
+def read_store(root: Path, boot_id: bytes = bytes(16), key: bytes | None = None) -> list[Partition]:
+    """Read every partition, as a reader of the host boot `boot_id`; `key` is that of encrypted pages."""
     found = []
     for space in sorted(path for path in root.iterdir() if path.is_dir()):
         require(re.fullmatch(r"[0-9a-f]{32}", space.name), f"{space.name} is no namespace")
         identity = group(space)
+        check_key(identity, space.name, key)
         for rank in sorted(path for path in space.iterdir() if path.is_dir()):
             require(
                 re.fullmatch(r"[a-z]+\d+of\d+(-[a-z]+\d+of\d+)*-w\d+", rank.name), f"{rank.name}: no rank"
             )
             require(document(rank)["node_type"] == "group", f"{rank.name} is no group")
             for pool in sorted(path for path in rank.iterdir() if path.is_dir()):
-                found.append(read_partition(root, pool, identity, boot_id))
+                found.append(read_partition(root, pool, identity, boot_id, key))
     return found
 
 
@@ -131,6 +133,7 @@ def namespace_of(identity: dict, tenant: str | None) -> str:
         ("key_algorithm", identity["key_algorithm"]),
         ("tenant", tenant),
         ("adapter", identity["adapter"]),
+        *([("encryption", identity["encryption"]["algorithm"])] if "encryption" in identity else []),
     ]
     digest = hashlib.sha256(b"hct-namespace-1")
     for tag, value in fields:
@@ -169,8 +172,50 @@ def group(folder: Path) -> dict:
     return attributes
 
 
-def read_partition(root: Path, folder: Path, identity: dict, boot_id: bytes) -> Partition:
+def hkdf_expand(key: bytes, info: bytes, nbytes: int) -> bytes:
+    """RFC 5869, 2.3, with SHA-256."""
+    output = block = b""
+    for number in range(1, -(-nbytes // 32) + 1):
+        block = hmac.digest(key, block + info + bytes([number]), "sha256")
+        output += block
+    return output[:nbytes]
+
+
+def check_key(attributes: dict, namespace: str, key: bytes | None) -> None:
+    told = attributes.get("encryption")
+    require((attributes["version"] == 2) == (told is not None), "version 2 is what is encrypted")
+    require((told is None) == (key is None), "a key is needed where pages are encrypted, and only there")
+    if told is not None and key is not None:
+        require(told["algorithm"] == "aes-256-gcm", "encryption")
+        check = hkdf_expand(key, b"hct-key-check-1" + namespace.encode(), 16).hex()
+        require(told["key_check"] == check, "another key")
+
+
+class Cipher:
+    """Pages of one encrypted partition."""
+
+    def __init__(self, key: bytes, place: str) -> None:
+        self._place = place.encode()
+        self._key = hkdf_expand(key, b"hct-partition-1" + self._place, 32)
+
+    def decrypt(self, slot: int, record: bytes, payload: bytes) -> bytes | None:
+        """Return the page, or None where it is not authentic."""
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        context = struct.pack("<Q", slot) + record[7:8] + record[16:92] + record[120:128]
+        derived = hkdf_expand(self._key, b"hct-page-1" + context, 44)
+        try:
+            tag = record[104:120]
+            return AESGCM(derived[:32]).decrypt(derived[32:], payload + tag, self._place + b"\0" + context)
+        except InvalidTag:
+            return None
+
+
+def read_partition(root: Path, folder: Path, identity: dict, boot_id: bytes, key: bytes | None) -> Partition:
     attributes = group(folder)
+    check_key(attributes, folder.parts[-3], key)
+    cipher = None if key is None else Cipher(key, "/".join(folder.parts[-3:]))
     rank, _, writer = folder.parent.name.rpartition("-w")
     require(attributes["rank"] == rank, "rank")
     require(attributes["writer"] == int(writer), "writer")
@@ -194,7 +239,14 @@ def read_partition(root: Path, folder: Path, identity: dict, boot_id: bytes) -> 
         check_tail(slab, slots, stride, page_nbytes)
         for at in range(slots):
             payload = slab[at * stride : at * stride + page_nbytes]
-            take(found, table[at * 128 : at * 128 + 128], payload, suspect)
+            record = table[at * 128 : at * 128 + 128]
+            if cipher is None:
+                take(found, record, payload, suspect)
+            elif any(record):
+                page = cipher.decrypt(number * slots + at, record, payload)
+                take(found, record, payload, suspect, page=page, encrypted=True)
+            else:
+                found.free += 1
     return found
 
 
@@ -213,7 +265,9 @@ def check_arrays(folder: Path, attributes: dict) -> tuple[int, list[int]]:
     sizes = [prod(part["shape"]) * itemsize(part["dtype"]) for part in components]
     require([part["offset"] for part in components] == [sum(sizes[:i]) for i in range(len(sizes))], "offsets")
     require(attributes["page_nbytes"] == sum(sizes), "bytes a page")
-    if len({tuple(part["shape"]) for part in components}) > 1:
+    encrypted = "encryption" in attributes
+    require(encrypted == ("encryption" in pages["attributes"]["hicache_tier"]), "the array says it too")
+    if encrypted or len({tuple(part["shape"]) for part in components}) > 1:
         require(page_shape == [sum(sizes)], "a page of bytes")
         require(pages["data_type"] == "uint8", "bytes are uint8")
         require(pages["dimension_names"] == ["slot", "byte"], "dimension names")
@@ -267,8 +321,16 @@ def check_tail(slab: bytes, slots: int, stride: int, page_nbytes: int) -> None:
     require(pairs == [(at * stride, page_nbytes) for at in range(slots)], "slab: index")
 
 
-def take(found: Partition, raw: bytes, payload: bytes, suspect: bool) -> None:
-    """Judge one slot and keep its page if it is to be served."""
+def take(
+    found: Partition,
+    raw: bytes,
+    payload: bytes,
+    suspect: bool,
+    *,
+    page: bytes | None = None,
+    encrypted: bool = False,
+) -> None:
+    """Judge one slot and keep its page if it is to be served; `page` is what it decrypts to."""
     if not any(raw):
         found.free += 1
         return
@@ -283,10 +345,13 @@ def take(found: Partition, raw: bytes, payload: bytes, suspect: bool) -> None:
         return
     require(1 <= record.key_nbytes <= 32, "record: key length")
     require(not any(record.raw_key[record.key_nbytes :]), "record: key padding")
-    require(not any(record.reserved), "record: reserved bytes")
+    require(encrypted or not any(record.reserved), "record: reserved bytes")
     require(record.valid_nbytes == len(payload), "record: valid bytes")
-    require(record.algorithm in {0, 2}, "record: checksum algorithm")
-    if record.algorithm == 2:
+    require(record.algorithm in ({3} if encrypted else {0, 2}), "record: checksum algorithm")
+    if encrypted:
+        good = page is not None
+        payload = page or b""
+    elif record.algorithm == 2:
         seed = xxhash.xxh3_64_intdigest(record.key, len(record.key))
         good = xxhash.xxh3_64_intdigest(payload, seed) == record.checksum
     else:

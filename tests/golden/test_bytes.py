@@ -19,13 +19,15 @@ def contained(old, new):
     return old == new
 
 
-def test_stores_made_now_are_the_golden_ones(maker, tmp_path):
-    maker.make_all(tmp_path)
-    old = sorted(path.relative_to(maker.STORES) for path in maker.STORES.rglob("*") if path.is_file())
+@pytest.mark.parametrize("version", [1, 2])
+def test_stores_made_now_are_the_golden_ones(maker, tmp_path, version):
+    stores = maker.HERE / f"v{version}"
+    maker.make_all(tmp_path, version)
+    old = sorted(path.relative_to(stores) for path in stores.rglob("*") if path.is_file())
     new = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     assert new == old
     for path in old:
-        a, b = (maker.STORES / path).read_bytes(), (tmp_path / path).read_bytes()
+        a, b = (stores / path).read_bytes(), (tmp_path / path).read_bytes()
         if path.name == "zarr.json":
             assert contained(json.loads(a), json.loads(b)), path
         else:
@@ -33,7 +35,7 @@ def test_stores_made_now_are_the_golden_ones(maker, tmp_path):
 
 
 def test_golden_stores_are_small(maker):
-    sizes = [path.stat().st_size for path in maker.STORES.rglob("*") if path.is_file()]
+    sizes = [path.stat().st_size for path in maker.HERE.glob("v*/**/*") if path.is_file()]
     assert sum(sizes) < 500_000
 
 

@@ -13,8 +13,8 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def test_serves_exactly_the_expected_pages(golden, expected, reader):
-    (found,) = reader.read_store(golden)
+def test_serves_exactly_the_expected_pages(golden, expected, reader, maker):
+    (found,) = reader.read_store(golden, key=maker.GOLDEN[golden.name].key)
     assert {key.hex(): hashlib.sha256(page).hexdigest() for key, page in found.pages.items()} == expected
     assert found.unfinished == 1
 
@@ -26,11 +26,18 @@ def test_namespace_is_the_digest_of_the_identity(golden, reader, maker):
 
 
 def test_follows_chains(golden, reader, maker):
-    (found,) = reader.read_store(golden)
+    (found,) = reader.read_store(golden, key=maker.GOLDEN[golden.name].key)
     keys = maker.keys_of(golden.name)
     assert reader.chain(found, keys[1]) == keys[:2]
     assert found.records[keys[0]].flags & 1, "the root of the chain is pinned"
     assert found.records[maker.stored_key(maker.LONG_KEY)].parent == 0
+
+
+def test_refuses_another_key_and_none(maker, reader):
+    (root,) = (path for path in (maker.HERE / "v2").iterdir() if path.is_dir())
+    for key in (None, bytes(32)):
+        with pytest.raises(reader.FormatError, match="key"):
+            reader.read_store(root, key=key)
 
 
 def test_drops_a_suspect_page_that_changed(maker, reader):
