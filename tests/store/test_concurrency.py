@@ -78,6 +78,31 @@ def test_a_killed_writers_pages_are_read_by_others_and_taken_over(tmp_path):
             assert reader.call("get", salt="victim", count=20) == ["absent"] * 5 + ["loaded"] * 15
 
 
+def test_other_hash_seeds_find_the_same_and_evict_the_same(tmp_path, monkeypatch):
+    """Nothing that is stored, counted or evicted depends on the order of a set."""
+    rooms, left = [], []
+    for seeds in (("0", "1"), ("7", "0")):
+        root = tmp_path / seeds[0]
+        monkeypatch.setenv("PYTHONHASHSEED", seeds[0])
+        first = StoreProcess(root, capacity_bytes=640 << 10)
+        room = first.call("put", salt="seed", count=200).count("stored")
+        first.call("get", salt="seed", count=7, first=3)
+        first.kill()
+        first.__exit__()
+        monkeypatch.setenv("PYTHONHASHSEED", seeds[1])
+        with StoreProcess(root, capacity_bytes=640 << 10) as second:
+            assert second.call("match", salt="seed", count=200) == room
+            assert second.call("stats")["pages"] == room
+            assert second.call("get", salt="seed", count=room) == ["loaded"] * room
+            second.call("put", salt="more", count=room // 2)
+            assert second.call("stats")["pages"] == room
+            left.append(second.call("get", salt="seed", count=room))
+        rooms.append(room)
+    assert rooms[0] == rooms[1]
+    assert left[0] == left[1]
+    assert left[0].count("loaded") == rooms[0] - rooms[0] // 2
+
+
 def test_threads_on_one_store(memory_path):
     rig = StoreRig(memory_path / "root")
     store = rig.open(capacity_bytes=640 << 10)

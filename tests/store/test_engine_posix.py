@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import threading
 
+import numpy as np
 import pytest
 
 from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
-from hicache_tier_storage import posix, vectors
+from hicache_tier_storage import PageBatch, posix, vectors
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.probe import probe_posix
+from hicache_tier_storage.slab import FileCache, SlabShape, StoreFile
 
 
 class TestBufferedOneThread(ByteEngineSuite):
@@ -104,6 +107,60 @@ def test_short_transfers_are_finished(engine, bench, monkeypatch):
     target = Memory([4096], 4, between=0)
     assert not any(engine.read(bench.batch(target, places)))
     assert [target.page(page) for page in range(4)] == [memory.page(page) for page in range(4)]
+
+
+def test_one_page_above_2_gib_is_read_to_its_end(engine, memory_path, monkeypatch):
+    """The kernel moves 2 GiB less 4 KiB at a time, and says so. The file is a hole but for its last bytes."""
+    block, blocks = 256 << 20, 9  # every segment is the same memory, so that the page costs 256 MiB
+    shape = SlabShape(block * blocks, block * blocks, 1)
+    path = memory_path / "slab"
+    with path.open("wb") as file:
+        file.truncate(shape.data_nbytes)
+        file.seek(shape.data_nbytes - 4)
+        file.write(b"last" + shape.tail())
+    cache = FileCache(4)
+    memory = mmap.mmap(-1, block)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    batch = PageBatch(
+        [StoreFile(path, shape.file_nbytes, cache, writable=False)],
+        np.zeros(1, np.int64),
+        np.full((1, blocks), address, np.uint64),
+        np.full(blocks, block, np.uint64),
+        shape.page_nbytes,
+        shape.stride,
+    )
+    moved, real = [], vectors.PREADV
+
+    def counted(*arguments):
+        moved.append(real(*arguments))
+        return moved[-1]
+
+    monkeypatch.setattr(posix, "PREADV", counted)
+    monkeypatch.setattr(vectors, "PREADV", counted)
+    assert engine.read(batch) == [""]
+    assert max(moved) < 1 << 31 < shape.page_nbytes
+    assert memory[-4:] == b"last"
+    cache.close()
+
+
+def test_calls_are_few_and_leave_the_interpreter_to_others(engine, tmp_path, monkeypatch):
+    """What a Python thread that spins beside the store can cost is bounded by how often it is asked."""
+    for call in (vectors.PWRITEV, vectors.PREADV):
+        assert not call._flags_ & ctypes._FUNCFLAG_PYTHONAPI, "the call keeps the GIL"
+    bench = Bench(tmp_path, [512] * 8, slots=512)
+    slab = bench.slab()
+    memory = Memory([512] * 8, 512, between=64)
+    memory.fill()
+    batch = bench.batch(memory, [(slab, slot) for slot in range(512)])
+    calls = []
+    for name in ("PWRITEV", "PREADV"):
+        real = getattr(vectors, name)
+        monkeypatch.setattr(posix, name, lambda *a, real=real: calls.append(1) or real(*a))
+        monkeypatch.setattr(vectors, name, lambda *a, real=real: calls.append(1) or real(*a))
+    assert not any(engine.write(batch))
+    assert not any(engine.read(batch))
+    assert len(calls) <= 2 * 8, "2 MiB in 4096 pieces, both ways"
+    bench.close()
 
 
 def test_interrupted_calls_go_on(engine, bench, monkeypatch):

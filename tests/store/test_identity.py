@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.testing.array_pool import ArrayPool, fill_pages, keys_of, pages_equal, read_page, write_page
+from hicache_tier.testing.faults import FaultyEngine, Hang, going_out
 from hicache_tier_storage import open_store, slab
+from hicache_tier_storage.posix import PosixEngine
 
 OPTIONS = {"capacity_bytes": "1 MiB", "io_mode": "buffered", "threads": 1}
 BASE = {"num_layers": 2, "num_kv_heads": 4, "head_dim": 16, "dtype": "bfloat16", "page_tokens": 4}
@@ -62,6 +65,33 @@ def test_every_field_separates(memory_path, monkeypatch):
             assert store.get([b"key"], host, [1]) == [1], name
             write_page(host, 0, bytes([written[name]]) * geometry.page_nbytes)
             assert read_page(host, 0) == read_page(host, 1), name
+
+
+def test_a_late_write_of_the_old_weights_is_never_served_to_the_new(memory_path):
+    """Weights are updated while the server runs: what was under way lands where it belongs."""
+    geometry, keys = KVGeometry.mha(**BASE), keys_of("weights", 4)
+    host = ArrayPool(geometry, "page_first", 8)
+    hang = Hang(going_out)
+    engine = FaultyEngine(PosixEngine(direct=False, threads=1), hang)
+    options = {"capacity_bytes": "1 MiB", "model": "m", "engine": engine}
+    old = open_store(memory_path, geometry, "page_first", **options, revision="1")
+    write_page(host, 0, b"\1" * geometry.page_nbytes)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(old.put, keys, host, [0] * 4)
+        hang.gate.wait_for()
+        with open_store(memory_path, geometry, "page_first", **options, revision="2") as new:
+            hang.gate.open()
+            assert all(late.result(20)), "it was stored, under the old weights"
+            new._core.foreign._next_poll = new._core.foreign._next_scan = 0
+            assert new.match_prefix(keys) == 0
+            assert not any(new.get(keys, host, range(4, 8)))
+            write_page(host, 1, b"\2" * geometry.page_nbytes)
+            assert [status.reason for status in new.put(keys, host, [1] * 4)] == ["stored"] * 4
+            for store, value in ((old, 1), (new, 2)):
+                assert all(store.get(keys, host, range(4, 8)))
+                assert read_page(host, 5) == bytes([value]) * geometry.page_nbytes
+    old.close()
+    engine.close()
 
 
 STRANGE = {

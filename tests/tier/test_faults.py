@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import hicache_tier
+import hicache_tier_storage
 from hicache_tier import open_store
 from hicache_tier.errors import ClosedError
 from hicache_tier.testing.faults import Gate
@@ -629,3 +631,30 @@ def test_21_a_direction_without_a_thread_left_declines_at_once(rig):
     rig.until(lambda s: s["lanes"]["reads"]["threads"] == 1)
     time.sleep(0.05)
     assert rig.tier.prefetch(stored).wait() == 4
+
+
+def test_25_ranks_may_disagree_and_the_tier_decides_nothing_for_all():
+    """Hits 8, 5, 8, 8: each rank says what it has, and the engine takes the least."""
+    keys, hits = chain(1, 8), [8, 5, 8, 8]
+    rigs = [Rig(MemoryStore(GEOMETRY, "page_first"), prefetch="wait_complete") for _ in hits]
+    for rig, count in zip(rigs, hits, strict=True):
+        rig.preload(keys[:count])
+    found = [rig.tier.match(keys) for rig in rigs]
+    assert [match.pages for match in found] == hits
+    assert all(type(match.pages) is int for match in found)
+    arrived = [rig.tier.prefetch(keys).wait() for rig in rigs]
+    assert arrived == hits
+    least = min(arrived)  # an all-reduce, which is the engine's business
+    assert [rig.load(keys[:least]) for rig in rigs] == [5] * 4
+    rigs[3].tier.reset()  # one rank loses everything between the decision and the copy
+    assert [rig.load(keys[:least]) for rig in rigs] == [5, 5, 5, 0]
+    for rig in rigs:
+        rig.tier.close(5)
+        rig.host.close()
+
+
+def test_25_nothing_of_ours_talks_to_other_ranks():
+    roots = [Path(module.__file__).parent for module in (hicache_tier, hicache_tier_storage)]
+    sources = [path for root in roots for path in root.rglob("*.py") if "testing" not in path.parts]
+    assert len(sources) > 150
+    assert not [path for path in sources if "torch.distributed" in path.read_text()]

@@ -8,7 +8,7 @@ import torch
 
 from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError, MemoryBudgetError
 from hicache_tier.memory import HostMemory, MemoryLimit, check_budget, memory_limits
-from hicache_tier.pinning import chunks_of
+from hicache_tier.pinning import CHUNK_NBYTES, chunks_of
 
 GIB = 1 << 30
 FIVE = chunks_of(0, 5 * 4096, 1, 4096)
@@ -244,3 +244,13 @@ def test_seams_lie_between_units(unit, most):
         assert at % 4096 == size % 4096 == 0
         assert (at - start) % unit == 0
         assert size <= max(most, math.lcm(unit, 4096))
+
+
+def test_512_gib_are_never_registered_in_one_call():
+    """A driver takes seconds for so much, or refuses; what it is asked for at once is bounded."""
+    total, unit = 512 * GIB, 9 * 64 * 576
+    chunks = chunks_of(0, total - total % (unit * 4096), unit, CHUNK_NBYTES)
+    assert max(nbytes for _, nbytes in chunks) <= CHUNK_NBYTES <= 8 * GIB
+    ends = [at + nbytes for at, nbytes in chunks]
+    assert [at for at, _ in chunks] == [0, *ends[:-1]]
+    assert ends[-1] == total - total % (unit * 4096)
