@@ -36,12 +36,14 @@ _IDLE_BUFFERS = 4
 
 
 class _Buffers:
-    """Memory for ciphertext that is not in use. What bytes may still arrive in is never lent again."""
+    """Memory for ciphertext that is not in use.
+
+    What bytes may still arrive in is never lent again; it stays mapped as long as an engine holds its batch.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[mmap.mmap] = []
-        self._given_up: list[mmap.mmap] = []
 
     @contextmanager
     def lent(self, nbytes: int) -> Iterator[Lent]:
@@ -57,9 +59,7 @@ class _Buffers:
             raise
         finally:
             with self._lock:
-                if not lent.usable:
-                    self._given_up.append(lent.memory)
-                elif len(self._idle) < _IDLE_BUFFERS:
+                if lent.usable and len(self._idle) < _IDLE_BUFFERS:
                     self._idle.append(lent.memory)
 
 
@@ -80,6 +80,12 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class _SealedBatch(PageBatch):
+    """A batch that keeps its memory mapped as long as the engine may write to it."""
+
+    memory_map: mmap.mmap
 
 
 class SealedEngine:
@@ -193,7 +199,7 @@ class _Step:
         batch, stride, count = self._batch, self._batch.stride, self._last - self._first
         start = np.uint64(np.frombuffer(self._room, np.uint8).ctypes.data)
         addresses = start + np.arange(count, dtype=np.uint64)[:, None] * np.uint64(stride)
-        return PageBatch(
+        found = _SealedBatch(
             batch.files[self._first : self._last],
             batch.offsets[self._first : self._last],
             addresses,
@@ -202,6 +208,8 @@ class _Step:
             stride,
             hook=self._seal if write else self._open,
         )
+        found.memory_map = self._room.obj  # type: ignore[assignment]
+        return found
 
     def _seal(self, first: int, last: int) -> None:
         batch, owner = self._batch, self._owner
