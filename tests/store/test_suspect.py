@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hicache_tier.testing.faults import FaultyEngine, LoseUnsynced
 from hicache_tier.testing.store_rig import PAGE_NBYTES, paths_of, slab_of, slot_of, writer_of
 from hicache_tier_storage import opening, recovery, writer
+from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.state import StateBlock
 
 
@@ -51,6 +53,26 @@ def test_pages_are_verified_at_their_first_read_and_damaged_ones_dropped(shop, k
         shop.get(store, keys[:1])
     assert shop.get(store, keys[1:10]) == ["loaded"] * 9
     assert store.stats()["suspect_pages"] == 0
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_a_power_loss_costs_what_did_not_reach_the_disk(shop, keys, crashed, share):
+    """Slot tables reached it, some payloads did not: those pages are misses, and can be stored again."""
+    loss = LoseUnsynced()
+    engine = FaultyEngine(PosixEngine(direct=False, threads=2), loss)
+    store = shop.open(engine=engine, io_mode="auto", threads=None)
+    shop.put(store, keys[:10])
+    loss.sync()
+    shop.put(store, keys[10:40])
+    lost = loss.lose(share, seed=5)
+    assert 0 < lost <= 30
+    crashed(store)
+    store = shop.open()
+    reasons = shop.get(store, keys[:40])
+    assert reasons[:10] == ["loaded"] * 10
+    assert (reasons.count("checksum"), reasons.count("loaded")) == (lost, 40 - lost)
+    assert shop.put(store, keys[:40]).count("stored") == lost
+    assert shop.get(store, keys[:40]) == ["loaded"] * 40
 
 
 def test_pages_without_a_checksum_are_dropped_at_once(shop, keys, crashed):
