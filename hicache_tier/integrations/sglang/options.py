@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from hicache_tier.errors import InvalidArgumentError, not_known
@@ -41,8 +41,10 @@ class Options:
         Directory of the store, or one a drive. `root` takes either, `roots` a list; one of them is needed.
     capacity_bytes : int or str, optional
         Cap on the root, for all ranks and pools together, as bytes or `"2 TiB"`.
-    engine, io_mode, threads, verify, checksums, read_only
+    engine, io_mode, threads, verify, checksums, read_only, access, owners
         As of `hicache_tier.open_store`.
+    encryption : str, optional
+        Path of a key file, or `env:NAME`, as of `hicache_tier.open_store`.
     model : str, optional
         Name of the model in the identity, where the path that SGLang was given differs from host to host.
     model_revision, weight_version : str, optional
@@ -61,6 +63,8 @@ class Options:
     metrics_port : int, optional
         Serve the metrics at this port, plus the number of the rank. Default: they are in the host process's
         registry, with SGLang's own.
+    metrics_address : str
+        Address of that port; `127.0.0.1` by default, which other hosts do not reach.
     """
 
     root: str | tuple[str, ...]
@@ -71,10 +75,13 @@ class Options:
     verify: str = "suspect"
     checksums: bool = True
     read_only: bool = False
+    access: str = "private"
+    owners: str = "self"
+    encryption: str | None = None
     model: str | None = None
     model_revision: str | None = None
     weight_version: str | None = None
-    tenant: str | None = None
+    tenant: str | None = field(default=None, repr=False)
     adapter: str | None = None
     scales: str | None = None
     rope: str | None = None
@@ -83,6 +90,7 @@ class Options:
     threads_per_direction: int = 8
     metrics: bool = True
     metrics_port: int | None = None
+    metrics_address: str = "127.0.0.1"
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Self:
@@ -94,7 +102,7 @@ class Options:
             For an option that is not known, with the nearest name, or a value that is not allowed.
         """
         options = {name: value for name, value in (given or {}).items() if name not in _SGLANG}
-        allowed = sorted([*(field.name for field in fields(cls)), "roots"])
+        allowed = sorted([*(known.name for known in fields(cls)), "roots"])
         for name in options:
             if name not in allowed:
                 raise not_known("option", name, allowed)
@@ -114,9 +122,9 @@ class Options:
     def _check(self) -> None:
         for name in ("checksums", "read_only", "metrics"):
             _expect(name, getattr(self, name), bool, "true or false")
-        for name in ("engine", "io_mode", "verify"):
+        for name in ("engine", "io_mode", "verify", "access", "owners", "metrics_address"):
             _expect(name, getattr(self, name), str, "text")
-        for name in _TEXTS:
+        for name in (*_TEXTS, "encryption"):
             if getattr(self, name) is not None:
                 _expect(name, getattr(self, name), str, "text")
         if self.capacity_bytes is not None:
@@ -144,7 +152,8 @@ def _root(root: object, roots: object) -> str | tuple[str, ...]:
 
 def _expect(name: str, value: object, kind: type | tuple[type, ...], said: str) -> None:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise InvalidArgumentError(f"{name} must be {said}, got {value!r}.")
+        shown = type(value).__name__ if name == "tenant" else repr(value)
+        raise InvalidArgumentError(f"{name} must be {said}, got {shown}.")
 
 
 def _whole(name: str, value: object, least: int, most: int) -> None:

@@ -164,6 +164,9 @@ class Pool:
             verify=options.verify,
             checksums=options.checksums,
             read_only=options.read_only,
+            access=options.access,
+            owners=options.owners,
+            encryption=options.encryption,
         )
         self.paces = {op: Pace(view.geometry.page_nbytes, options.deadline_s) for op in ("get", "set")}
 

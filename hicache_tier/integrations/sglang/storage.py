@@ -59,7 +59,9 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
         self._exporter: Exporter | None = None
         if self.options.metrics:
             port = self.options.metrics_port
-            self._exporter = Exporter(None if port is None else port + self.ranks.number)
+            self._exporter = Exporter(
+                None if port is None else port + self.ranks.number, self.options.metrics_address
+            )
         self.tally = Tally(self.ranks.label, self._exporter.instruments if self._exporter else None)
         self.desk = Desk(self.options, self.tally)
         self.registered_pools: dict[str, Any] = {}
