@@ -8,9 +8,10 @@ import pytest
 
 from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.integrations.sglang import pool as pools
+from hicache_tier.integrations.sglang.diagnosis import KEYS, Configuration, diagnose
 from hicache_tier.integrations.sglang.options import Options
 from hicache_tier.integrations.sglang.ranks import Ranks
-from hicache_tier.testing.store_rig import GEOMETRY
+from hicache_tier.testing.store_rig import GEOMETRY, StoreRig
 
 SALT = "salt-that-nobody-may-read"
 
@@ -41,6 +42,21 @@ def test_the_salt_of_a_tenant_is_in_no_representation():
     with pytest.raises(InvalidArgumentError, match="tenant must be text, got list") as raised:
         Options.parse({"root": "/kv", "tenant": [SALT]})
     assert SALT not in str(raised.value)
+
+
+def test_the_doctor_tells_encrypted_pages_from_others(tmp_path):
+    root, key = tmp_path / "root", tmp_path / "key"
+    key.write_text("0f" * 32)
+    key.chmod(0o600)
+    rig = StoreRig(root)
+    store = rig.open(encryption=str(key), key_algorithm=KEYS)
+    assert rig.put(store, [b"k" * 32]) == ["stored"]
+    rig.close()
+    told = "encryption: stored with aes-256-gcm, this configuration has none"
+    for options, why in (({}, [told]), ({"encryption": str(key)}, [])):
+        configuration = Configuration(options=Options.parse({"root": str(root), "model": "m", **options}))
+        (finding,) = diagnose([str(root)], configuration)
+        assert finding.why == why
 
 
 @pytest.mark.sglang

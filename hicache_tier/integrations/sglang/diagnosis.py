@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hicache_tier.layout import Layout
+from hicache_tier_storage.encryption import ALGORITHM
 from hicache_tier_storage.inspection import inspect_root
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Configuration:
                 "rope": options.rope,
                 "adapter": options.adapter,
                 "tenant": None if salt is None else hashlib.sha256(salt.encode()).hexdigest()[:16],
+                "encryption": None if options.encryption is None else ALGORITHM,
             }
         return known | {"keys": KEYS}
 
@@ -153,6 +155,7 @@ def _stated(space: dict[str, Any]) -> dict[str, object]:
         "rope": identity.get("rope"),
         "adapter": identity.get("adapter"),
         "tenant": identity.get("tenant_sha256"),
+        "encryption": identity.get("encryption", {}).get("algorithm"),
         "keys": identity.get("key_algorithm"),
         "page_tokens": geometry.get("page_tokens"),
         # Opaque pools have neither, and replicated ones no heads to cut: there is nothing to compare.
@@ -188,6 +191,6 @@ def _unlabelled(model: str | None) -> tuple[str, dict[str, Any]]:
         return name, {}
     try:
         facts = json.loads("{" + text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return model or "", {}
     return name, facts if isinstance(facts, dict) else {}
