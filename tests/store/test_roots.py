@@ -14,6 +14,7 @@ import pytest
 from hicache_tier.errors import ClosedError, InvalidArgumentError, NotAStoreError, StoreError
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.testing.array_pool import keys_of
+from hicache_tier.testing.faults import Fail, FaultyEngine
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier.testing.store_rig import CAPACITY_NBYTES, StoreRig
 from hicache_tier_storage import open_store
@@ -126,32 +127,20 @@ def test_batches_are_under_way_on_all_roots_at_once(rig, keys):
 
 @pytest.mark.parametrize("error", ["disk_full", "io_error: Input/output error", "raises"])
 def test_a_root_that_fails_takes_out_its_own_pages(rig, keys, tmp_path, error):
-    class Broken(PosixEngine):
-        broken = False
-
-        def _bad(self, batch):
-            bad = self.broken and batch.files[0].path.is_relative_to(tmp_path / "two")
-            if bad and error == "raises":
-                raise RuntimeError("gone")
-            return bad
-
-        def write(self, batch):
-            return [error] * len(batch) if self._bad(batch) else super().write(batch)
-
-        def read(self, batch):
-            return [error] * len(batch) if self._bad(batch) else super().read(batch)
-
-    engine = Broken(direct=False, threads=1)
+    how = RuntimeError("gone") if error == "raises" else error
+    fault = Fail(how, lambda call: call.batch.files[0].path.is_relative_to(tmp_path / "two"))
+    fault.on = False
+    engine = FaultyEngine(PosixEngine(direct=False, threads=1), fault)
     store = rig.open(engine=engine)
     assert rig.put(store, keys[:60]) == ["stored"] * 60
     mine = held(store)[1]
-    engine.broken = True
+    fault.on = True
     good = [key not in mine for key in keys[:60]]
     assert [reason == "loaded" for reason in rig.get(store, keys[:60])] == good
     reasons = rig.put(store, keys[60:])
     homes = [store._placement.home(key) for key in keys[60:]]
     assert [reason == "stored" for reason in reasons] == [home != 1 for home in homes]
-    engine.broken = False
+    fault.on = False
     assert all(rig.put(store, keys))
     assert rig.get(store, keys) == ["loaded"] * 120
 

@@ -29,7 +29,7 @@ def bad_engine(threads: int, seed: int) -> ByteEngine:
     return FaultyEngine(
         PosixEngine(direct=False, threads=threads),
         Delay(0.005, every(31)),
-        Delay(_HANGS_S, every(997)),
+        Delay(_HANGS_S, every(307)),
         Fail("io_error: tortured", every(211)),
         Fail(RuntimeError("tortured"), every(503)),
         FailPages("io_error: tortured", 0.02, every(5), seed=seed),
