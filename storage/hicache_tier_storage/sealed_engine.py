@@ -217,6 +217,8 @@ class _Step:
             if batch.hook:
                 batch.hook(self._first + at, self._first + at + 1)
             owner.seal(self._row(at), self._views(at), self._slot(at))
+            end = (at + 1) * batch.stride  # what lies behind the page is written with it: nothing of another
+            self._room[at * batch.stride + owner.page_nbytes : end] = bytes(batch.stride - owner.page_nbytes)
 
     def _open(self, first: int, last: int) -> None:
         batch, owner, lease = self._batch, self._owner, self._lease

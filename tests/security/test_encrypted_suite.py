@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from hicache_tier.geometry import KVGeometry
 from hicache_tier.layout import Layout
 from hicache_tier.testing.array_pool import (
     ArrayPool,
@@ -98,6 +99,20 @@ def test_pages_of_a_device_pool_are_encrypted_too(tmp_path):
         raw = b"".join(path.read_bytes() for path in tmp_path.glob("*/*/kv/pages/c.*"))
     first = device.layers[0][0]
     assert ctypes.string_at(first.data_ptr(), 64) not in raw
+
+
+def test_what_lies_between_a_page_and_its_slots_end_is_zero(tmp_path):
+    geometry = KVGeometry.mha(num_layers=1, num_kv_heads=1, head_dim=24, dtype="int8", page_tokens=100)
+    keys, pool = keys_of("gap", 6), ArrayPool(geometry, "page_first", 6)
+    fill_pages(pool, range(6), keys, geometry.page_nbytes)
+    with open_store(tmp_path, geometry, "page_first", capacity_bytes=4 << 20, encryption=KEY) as store:
+        for _ in range(3):  # in memory that others' pages were in before
+            assert all(store.put(keys, pool, range(6)))
+            (slab,) = tmp_path.glob("*/*/kv/pages/c.0.0")
+            raw = slab.read_bytes()
+            assert not any(any(raw[at * 8192 + 4800 : (at + 1) * 8192]) for at in range(6))
+            assert any(raw[4700:4800])
+            store.delete(keys)
 
 
 def test_memory_that_bytes_may_still_arrive_in_is_not_lent_again(tmp_path, monkeypatch):
