@@ -29,8 +29,7 @@ class Writer(Worker):
         before = held()
         store = self.open(read_only=False)
         self.board[Field.PHASE] = Phase.VERIFYING
-        name = f"{self.duty.arena}-{store.stats()['partition']}".replace("/", "-")
-        self.ledger = Ledger(Path(self.duty.board).with_name(name))
+        self.take(store)
         self.verify(store)
         self.tell(store)
         self.board[Field.PHASE] = Phase.RUNNING
@@ -40,6 +39,11 @@ class Writer(Worker):
             self.step(store)
         del self.ledger  # its map has a descriptor
         self.close(store, before)
+
+    def take(self, store: PageStore) -> None:
+        """Take up the ledger of the partition that this process writes now."""
+        name = f"{self.duty.arena}-{store.stats()['partition']}".replace("/", "-")
+        self.ledger = Ledger(Path(self.duty.board).with_name(name))
 
     def verify(self, store: PageStore) -> None:
         """Read every page that was committed and not removed before this process took the partition."""
