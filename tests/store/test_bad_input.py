@@ -20,6 +20,7 @@ from hicache_tier.geometry import KVGeometry
 from hicache_tier.testing.array_pool import ArrayPool
 from hicache_tier.testing.store_rig import GEOMETRY, PAGE_NBYTES, paths_of, tree
 from hicache_tier_storage import open_store
+from hicache_tier_storage.identity import FORMAT_VERSION
 
 BAD_OPTIONS = [
     ({"capacity_bytes": 0}, "above 0"),
@@ -151,7 +152,7 @@ def test_a_root_that_cannot_be_written(shop, keys, monkeypatch):
 
 def later(path):
     document = json.loads(path.read_text())
-    document["attributes"]["hicache_tier"]["version"] = 2
+    document["attributes"]["hicache_tier"]["version"] = FORMAT_VERSION + 1
     path.write_text(json.dumps(document))
 
 
@@ -173,8 +174,8 @@ def test_a_later_format_version_is_refused_naming_both(shop, keys, what, read_on
         with pytest.raises(FormatVersionError) as caught:
             shop.open(read_only=read_only)
         why = str(caught.value)
-    assert "version 2" in why
-    assert "version 1" in why
+    assert f"version {FORMAT_VERSION + 1};" in why
+    assert f"version {FORMAT_VERSION}." in why
     assert {name: facts[1] for name, facts in tree(shop.root).items()} == before
 
 
