@@ -46,8 +46,8 @@ class BoundedStore(PageStore):
     any more, and nothing lands in it that could be taken for something else: a `HostPool` gives it to nobody
     before the call has returned, other memory is written to by way of the store's own. Its slot stays taken
     until the call returns. Where the process may have no more threads, calls are made on the caller's,
-    without a deadline. Pages of a device pool move on the caller's thread too, whose stream they follow:
-    their engines have deadlines of their own.
+    without a deadline. Pages of a device pool move on the caller's thread too, whose stream they follow: what
+    bounds those calls is their engine (NIXL and kvikio do, `posix` waits for the kernel).
 
     Parameters
     ----------
