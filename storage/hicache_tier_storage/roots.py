@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_tier.errors import (
     ClosedError,
+    EncryptionError,
     FormatVersionError,
     NotAStoreError,
     StoreError,
@@ -270,7 +271,7 @@ def open_roots(paths: Sequence[Path], open_root: Callable[[Path], PageStore]) ->
     Raises
     ------
     StoreError
-        Where none of them can be opened, or one holds something else than a store.
+        Where none of them can be opened, or one holds something else than a store or is of another key.
     """
     stores: dict[Path, PageStore] = {}
     left_out: dict[Path, str] = {}
@@ -279,7 +280,7 @@ def open_roots(paths: Sequence[Path], open_root: Callable[[Path], PageStore]) ->
         for path in paths:
             try:
                 stores[path] = open_root(path)
-            except (NotAStoreError, FormatVersionError):
+            except (NotAStoreError, FormatVersionError, EncryptionError):
                 raise
             except StoreError as error:
                 _LOG.warning("%s is left out of the store: %s", path, error)

@@ -15,6 +15,7 @@ from hicache_tier.errors import InvalidArgumentError
 
 from .closing import Closer, CloseReport
 from .core import StoreCore
+from .encryption import ALGORITHM
 from .getter import Getter
 from .keeper import Keeper
 from .keys import PageKey, normalise_key, normalise_keys
@@ -323,6 +324,7 @@ class PageStore:
                 "mode": core.engine.mode,
                 "device_mode": core.devices.mode,
                 "namespace": self.identity.namespace,
+                "encryption": ALGORITHM if self.identity.encrypted else None,
                 "partition": writer.name if writer else None,
                 "pages": len(core.index),
                 "pages_other_writers": len(core.foreign.index),

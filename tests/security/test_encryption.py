@@ -240,6 +240,20 @@ def test_a_missing_or_wrong_key_is_an_error_and_changes_nothing(stored, keys, ke
     assert set(stored.get(stored.open(encryption=KEY), keys[:40])) == {"loaded"}
 
 
+def test_one_root_of_several_with_another_key_is_an_error_not_left_out(shop, keys, tmp_path):
+    roots = [tmp_path / "a", tmp_path / "b"]
+    options = {"capacity_bytes": 4 << 20, "io_mode": "buffered"}
+    with open_store(roots, GEOMETRY, "page_first", encryption=KEY, **options) as store:
+        assert set(shop.put(store, keys)) == {"stored"}
+        assert set(shop.get(store, keys)) == {"loaded"}
+        assert store.stats()["encryption"] == "aes-256-gcm"
+    shutil.rmtree(roots[0])
+    for key in (OTHER, None):
+        with pytest.raises(EncryptionError):
+            open_store(roots, GEOMETRY, "page_first", encryption=key, **options)
+    assert shop.open().stats()["encryption"] is None
+
+
 def test_a_wrong_key_is_told_by_a_partition_where_the_namespaces_document_is_damaged(stored, keys):
     group = stored.paths.root.parents[1] / "zarr.json"
     group.write_text("{")
