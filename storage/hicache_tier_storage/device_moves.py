@@ -16,6 +16,7 @@ from hicache_tier_kernels.ring_copy import ring_copy
 
 from .descriptors import good_runs
 from .engine import DeviceMemory, PageBatch, moved
+from .landing import ABANDONED
 from .payload import Sums, summing
 from .staging import HALVES
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .device_payload import DevicePages
     from .device_sums import Summer
     from .engine import ByteEngine
+    from .lease import Lease
     from .payload import Places
     from .staging import Ring
 
@@ -50,6 +52,8 @@ class Move(ABC):
     places : Places
     sums : Sums or None
     write : bool
+    lease : Lease, optional
+        Held while pages are brought from the ring to the pool.
     """
 
     def __init__(
@@ -61,9 +65,11 @@ class Move(ABC):
         sums: Sums | None,
         *,
         write: bool,
+        lease: Lease | None = None,
     ) -> None:
         self.pages, self.numbers, self.ring, self.places, self.sums = pages, numbers, ring, places, sums
         self.write = write
+        self.lease = lease
         self._reasons = [""] * len(numbers)
         self._summers: list[Summer | None] = [None] * HALVES
 
@@ -141,13 +147,28 @@ class Move(ABC):
             return
         self._move(engine, start, stop)
         self._sum(turn, start, stop)
-        for first, last in good_runs(self._reasons, start, stop):
-            self.empty(first, last)
-        self.ring.wait(self.ring.mark())
+        self._land(start, stop)
         self._take_sums(turn, start, stop)
+
+    def _land(self, start: int, stop: int) -> None:
+        """Bring pages that were read to the pool, if its owner still lets us; wait until they are there."""
+        lease = self.lease
+        if lease is not None and not lease.enter():
+            self._reasons[start:stop] = [why or ABANDONED for why in self._reasons[start:stop]]
+            return
+        try:
+            for first, last in good_runs(self._reasons, start, stop):
+                self.empty(first, last)
+            self.ring.wait(self.ring.mark())
+        finally:
+            if lease is not None:
+                lease.leave()
 
     def _move(self, engine: ByteEngine, start: int, stop: int) -> None:
         """Let the engine move some pages."""
+        if self.lease is not None and self.lease.ended:
+            self._reasons[start:stop] = [ABANDONED] * (stop - start)
+            return
         if not self.ring.usable:
             self._reasons[start:stop] = [_GIVEN_UP] * (stop - start)
             return
@@ -207,8 +228,9 @@ class RingMove(Move):
         sums: Sums | None,
         *,
         write: bool,
+        lease: Lease | None = None,
     ) -> None:
-        super().__init__(pages, numbers, ring, places, sums, write=write)
+        super().__init__(pages, numbers, ring, places, sums, write=write, lease=lease)
         self._pitch = places.shape.stride
         self._a_half = ring.slots_a_half(self._pitch)
         least = -(-LEAST_STEP_NBYTES // self._pitch)

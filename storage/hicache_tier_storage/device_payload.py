@@ -19,6 +19,7 @@ from hicache_tier_kernels.engine import new_event
 
 from .device_moves import FragmentMove, Move, RingMove
 from .engine import DeviceEngine
+from .landing import ABANDONED
 from .slot_map import regions_of, slot_map, whole_fragments
 from .staging import RingKind, StagingError, lent_ring, on_device
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from hicache_tier_kernels import RowMap
 
     from .engine import ByteEngine
+    from .lease import Lease
     from .payload import Places, Sums
     from .slot_map import Fragments
 
@@ -87,20 +89,23 @@ class DevicePayload:
     numbers : int64 [n]
     begin : torch.cuda.Event or None
         What the caller's stream had been given when it made the call: the pages are written by then.
+    lease : Lease or None
+        What is needed to touch the pages, where the caller may leave.
     """
 
     pages: DevicePages
     numbers: NDArray[np.int64]
     begin: torch.cuda.Event | None
+    lease: Lease | None = None
 
     @classmethod
-    def of(cls, pages: DevicePages, numbers: NDArray[np.int64]) -> DevicePayload:
+    def of(cls, pages: DevicePages, numbers: NDArray[np.int64], lease: Lease | None = None) -> DevicePayload:
         """Name pages; the move comes after all that the current stream has been given."""
         begin = None
         if pages.rows.device.type == "cuda":
             begin = new_event()
             begin.record(torch.cuda.current_stream(pages.rows.device))
-        return cls(pages, numbers, begin)
+        return cls(pages, numbers, begin, lease)
 
     @property
     def device(self) -> int | None:
@@ -118,18 +123,26 @@ class DevicePayload:
 
     def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
         """Move the pages; whatever the device or the engine raises becomes every page's reason."""
+        reasons = self._move(engine, places, sums, write=write)
+        if write and self.lease is not None and self.lease.ended:
+            # The pages may have changed under the write: what was written is not committed.
+            return [why or ABANDONED for why in reasons]
+        return reasons
+
+    def _move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
         where, device = self.pages.rows.device, self.device
         takes_device = isinstance(engine, DeviceEngine) and bool(engine.device_mode)
         user = engine.name if device is not None and takes_device else ""
         make: type[Move] = RingMove
         kind = RingKind.fitting(where, places.shape.stride, user, write=write)
-        if self.pages.fragments is not None and (user or device is None):
+        lent = self.lease is not None and not write  # nothing may arrive in the pool by itself
+        if self.pages.fragments is not None and (user or device is None) and not lent:
             make, kind = FragmentMove, RingKind(where, user, write, 0)
         try:
             with on_device(where), lent_ring(kind) as ring:
                 if ring.stream is not None and self.begin is not None:
                     ring.stream.wait_event(self.begin)
-                move = make(self.pages, self.numbers, ring, places, sums, write=write)
+                move = make(self.pages, self.numbers, ring, places, sums, write=write, lease=self.lease)
                 return move.run(engine)
         except StagingError as error:
             _LOG.warning("device pages were not moved: %s", error)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
 
     from .engine import ByteEngine
+    from .leased_device import LeasedDevice
     from .slab import SlabShape, StoreFile
 
 
@@ -45,7 +46,7 @@ class HostPages(Protocol):
         """Keep the memory mapped while the block runs."""
 
 
-Pool: TypeAlias = "HostPages | DevicePool"
+Pool: TypeAlias = "HostPages | DevicePool | LeasedDevice"
 """Where a caller's pages lie."""
 
 

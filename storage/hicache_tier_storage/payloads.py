@@ -11,6 +11,7 @@ from hicache_tier.device_paths import check_device_route
 from hicache_tier.errors import InvalidArgumentError
 
 from .leased import Leased
+from .leased_device import LeasedDevice
 from .payload import HostPayload
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
 
     from .device_payload import DevicePages, DevicePayload
+    from .lease import Lease
     from .payload import HostPages, Payload, Pool
 
 _DEVICE_PAGES: WeakKeyDictionary[DevicePool, dict[str, DevicePages]] = WeakKeyDictionary()
@@ -39,7 +41,7 @@ def payload_of(
 
     Parameters
     ----------
-    pool : HostPool or DevicePool
+    pool : HostPool, DevicePool or LeasedDevice
     pages : int tensor or sequence, [count]
     count : int
     geometry, layout
@@ -57,8 +59,11 @@ def payload_of(
         return _host_payload(cast("HostPages", pool), pages, count, geometry, layout, unique=unique)
     from hicache_tier.device_pool import DevicePool  # here, because it needs torch
 
-    if isinstance(pool, DevicePool):
-        return _device_payload(pool, pages, count, geometry, layout, unique=unique)
+    lease = pool.lease if isinstance(pool, LeasedDevice) else None
+    device = pool.pool if isinstance(pool, LeasedDevice) else pool
+    if isinstance(device, DevicePool):
+        numbers = _device_numbers(device, pages, count, geometry, layout, unique=unique)
+        return _device_payload(device, numbers, layout, lease)
     raise InvalidArgumentError(f"a host pool or a device pool is needed, got {type(pool).__name__}.")
 
 
@@ -79,11 +84,10 @@ def _host_payload(
     return HostPayload(host, addresses, nbytes) if lease is None else Leased(host, addresses, nbytes, lease)
 
 
-def _device_payload(
+def _device_numbers(
     pool: DevicePool, pages: ArrayLike, count: int, geometry: KVGeometry, layout: Layout, *, unique: bool
-) -> DevicePayload:
-    from .device_payload import DevicePages, DevicePayload
-
+) -> NDArray[np.int64]:
+    """Check that a device pool fits, and return its page numbers, int64 `[count]`."""
     _check_geometry("device", pool.local_geometry, geometry)
     check_device_route(geometry.kind, layout, sharded=pool.sharded)
     if hasattr(pages, "cpu"):
@@ -92,10 +96,18 @@ def _device_payload(
     outside = numbers[(numbers < 0) | (numbers >= pool.num_pages)]
     if len(outside):
         raise InvalidArgumentError(f"pages must be within 0 .. {pool.num_pages - 1}, got {int(outside[0])}.")
+    return numbers
+
+
+def _device_payload(
+    pool: DevicePool, numbers: NDArray[np.int64], layout: Layout, lease: Lease | None
+) -> DevicePayload:
+    from .device_payload import DevicePages, DevicePayload
+
     known = _DEVICE_PAGES.setdefault(pool, {})
     if layout.page_axes not in known:
         known[layout.page_axes] = DevicePages.of(pool, layout)
-    return DevicePayload.of(known[layout.page_axes], numbers)
+    return DevicePayload.of(known[layout.page_axes], numbers, lease)
 
 
 def _check_geometry(kind: str, ours: KVGeometry, stored: KVGeometry) -> None:
