@@ -71,7 +71,9 @@ class Owners(Enum):
             raise not_known("owners", value, [member.value for member in cls]) from None
 
     def check(self, folder: Path) -> None:
-        """Refuse a folder of another user; one that is not there yet is as good as the process's own.
+        """Refuse a folder of another user, unless that is root, who may do anything anyway.
+
+        One that is not there yet is as good as the process's own.
 
         Raises
         ------
@@ -84,7 +86,7 @@ class Owners(Enum):
             owner = folder.stat().st_uid
         except (FileNotFoundError, NotADirectoryError):
             return
-        if owner != os.geteuid():
+        if owner not in {os.geteuid(), 0}:
             raise StoreError(
                 f"{folder} belongs to user {owner}, and this process is user {os.geteuid()}: whoever owns it "
                 "decides which bytes are served. owners='any' takes it all the same."

@@ -159,8 +159,8 @@ def open_store(
         Who beside this user may use what is made: `private` (files 0600, folders 0700), `group_read` (0640,
         0750) or `group` (0660, 2770). A root that is there keeps its own permissions.
     owners : str
-        `self`: a root, namespace or partition of another user is refused, or passed over. `any`: taken all
-        the same, as a group that shares a root needs.
+        `self`: a root, namespace or partition of another user than this one and root is refused, or passed
+        over. `any`: taken all the same, as a group that shares a root needs.
     encryption : EncryptionKey, path or str, optional
         Encrypt pages with AES-256-GCM by this key: the path of a file of 64 hex digits, or `env:NAME` for an
         environment variable that holds them. Keys of pages, times and sizes are not hidden.

@@ -85,13 +85,17 @@ def test_an_unknown_access_or_owner_is_refused_before_anything_is_made(shop, opt
 
 @pytest.fixture
 def stranger(monkeypatch):
-    """Make everything there is look like another user's."""
+    """Make a folder, with everything in it, another user's than this process's."""
 
-    def become():
+    def give(folder):
         mine = os.geteuid()
-        monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+        if mine:
+            monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+            return
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, 12345, 12345)
 
-    return become
+    return give
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -99,17 +103,18 @@ def test_a_root_of_another_user_is_refused_unless_allowed(shop, keys, stranger, 
     store = shop.open()
     shop.put(store, keys[:4])
     store.close()
+    stranger(shop.root)
     before = tree(shop.root)
-    stranger()
     with pytest.raises(StoreError, match=r"belongs to user \d+, and this process is user \d+.*owners='any'"):
         shop.open(read_only=read_only)
     assert tree(shop.root) == before
     assert shop.open(read_only=read_only, owners="any").match_prefix(keys) == 4
 
 
-def test_a_new_root_is_nobody_elses(shop, keys, stranger):
-    stranger()
-    shop.root.parent.mkdir(exist_ok=True)
+def test_a_new_root_is_nobody_elses_and_one_that_root_made_is_taken(shop, keys, monkeypatch):
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)  # as in a volume that is mounted for a service
+        shop.root.mkdir()
     assert shop.put(shop.open(), keys[:2]) == ["stored", "stored"]
 
 
