@@ -53,7 +53,6 @@ class Caches:
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-        from sglang.srt.runtime_context import get_server_args
 
         self.layout, self.rank = layout, context.rank
         self.pool = device_pool(kind, pages)
@@ -70,10 +69,16 @@ class Caches:
             tree_components=(ComponentType.FULL,),
         )
         self.cache = UnifiedRadixCache(params)
+        self._begin(params)
+        self._requests = 0
+
+    def _begin(self, params: Any) -> None:  # noqa: ANN401 - CacheInitParams
+        """Give the tree what it has below the device."""
+        from sglang.srt.runtime_context import get_server_args
+
         self.cache.init_hicache(get_server_args(), params)
         for entry in self.cache.host_pool_group.entries:
             entry.host_pool.pin_memory = False  # its flat pages would be pinned, and here is nothing to do it
-        self._requests = 0
 
     @property
     def storage(self) -> Any:  # noqa: ANN401 - the adapter, or what wraps it
@@ -122,8 +127,11 @@ class Caches:
         for buffer, rows in self._buffers_and(tokens):
             buffer[slots] = rows
         self.cache.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots.clone()))
-        cache = self.cache
-        assert self.pump(lambda: not cache.ongoing_write_through and not cache.ongoing_backup), "stuck"
+        assert self.pump(self.settled), "stuck"
+
+    def settled(self) -> bool:
+        """Whether all that is computed is stored, or was refused."""
+        return not self.cache.ongoing_write_through and not self.cache.ongoing_backup
 
     def forget(self) -> None:
         """Lose everything but what is stored, as a restart does."""

@@ -82,13 +82,18 @@ def recognise(pool: Any, sizes: Sequence[int], num_pages: int, kv_dtype: str | N
         The server's `--kv-cache-dtype`: pools hold fp8 as uint8.
     """
     layout = _layout(pool)
-    geometry = _mha(pool, kv_dtype) or _mla(pool, kv_dtype) or _indexer(pool)
+    geometry = geometry_of(pool, kv_dtype)
     if geometry is not None and layout is not None and not layout.why_not(geometry.kind):
         order = _order(geometry, layout, sizes, num_pages)
         if order is not None:
             sharded = geometry.kind is PoolKind.MHA
             return Kind(geometry, layout, order, sharded=sharded, recognised=True)
     return blocks(sum(sizes), int(pool.page_size), len(sizes))
+
+
+def geometry_of(pool: Any, kv_dtype: str | None) -> KVGeometry | None:  # noqa: ANN401
+    """Return what a page holds by a pool's own description, or None where that is not known here."""
+    return _mha(pool, kv_dtype) or _mla(pool, kv_dtype) or _indexer(pool)
 
 
 def blocks(page_nbytes: int, page_tokens: int, pieces: int = 1) -> Kind:

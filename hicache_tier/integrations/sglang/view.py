@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -96,22 +96,7 @@ class PoolView:
         InvalidArgumentError
             Where they are not `count` whole pages of this pool.
         """
-        slots = indices.detach().cpu().numpy().reshape(-1)
-        if len(slots) != count * self.page_tokens or slots.dtype.kind not in "iu":
-            raise InvalidArgumentError(
-                f"{self.name}: {count} pages of {self.page_tokens} slots were named by {len(slots)} indices."
-            )
-        first = slots[:: self.page_tokens].astype(np.int64, copy=False)
-        numbers = first // self.page_tokens
-        if count and (
-            (numbers * self.page_tokens != first).any()
-            or numbers.min() < 0
-            or numbers.max() >= self.num_pages
-        ):
-            raise InvalidArgumentError(f"{self.name}: the indices are not pages of this pool.")
-        if unique and len(set(numbers.tolist())) != count:
-            raise InvalidArgumentError(f"{self.name}: a page is named twice.")
-        return numbers
+        return pages_named(self, indices, count, unique=unique)
 
     def addresses(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the address of each page's segments, int64 `[n, F]`, in stored order."""
@@ -188,6 +173,40 @@ class PoolView:
         if not nbytes:
             raise InvalidArgumentError(f"pool {self.name}: its flat pages have no one size: {sorted(sizes)}.")
         return nbytes
+
+
+class Paged(Protocol):
+    """A pool of pages of so many slots."""
+
+    @property
+    def name(self) -> str:
+        """Of the pool, for errors."""
+
+    @property
+    def page_tokens(self) -> int:
+        """Slots a page."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+
+
+def pages_named(pool: Paged, indices: torch.Tensor, count: int, *, unique: bool) -> NDArray[np.int64]:
+    """Return page numbers for slots; see `PoolView.pages`."""
+    slots = indices.detach().cpu().numpy().reshape(-1)
+    if len(slots) != count * pool.page_tokens or slots.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"{pool.name}: {count} pages of {pool.page_tokens} slots were named by {len(slots)} indices."
+        )
+    first = slots[:: pool.page_tokens].astype(np.int64, copy=False)
+    numbers = first // pool.page_tokens
+    if count and (
+        (numbers * pool.page_tokens != first).any() or numbers.min() < 0 or numbers.max() >= pool.num_pages
+    ):
+        raise InvalidArgumentError(f"{pool.name}: the indices are not pages of this pool.")
+    if unique and len(set(numbers.tolist())) != count:
+        raise InvalidArgumentError(f"{pool.name}: a page is named twice.")
+    return numbers
 
 
 def refuse(pool: Any, name: str) -> None:  # noqa: ANN401 - one of SGLang's host pools
