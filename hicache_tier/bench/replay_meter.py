@@ -40,7 +40,7 @@ class MeteredStore:
     """
 
     def __init__(self, store: StoreLike) -> None:
-        self._store = store
+        self._store = getattr(store, "on_this_thread", store)  # as the tier would take it
         self._lock = threading.Lock()
         self.calls: list[StoreCall] = []
 
@@ -74,6 +74,8 @@ class MeteredStore:
         return self._store.match_prefix(keys)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - what a store may have besides
+        if name in {"_store", "on_this_thread"}:  # not there yet; taken already
+            raise AttributeError(name)
         return getattr(self._store, name)
 
     def of(self, verb: str) -> list[StoreCall]:
