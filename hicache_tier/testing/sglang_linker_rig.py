@@ -132,7 +132,8 @@ class LinkedCaches(Caches):
             return count if right else -1
         on_device = self.cache.path_device_indices(match.last_device_node)
         value = torch.cat([on_device, slots])
-        self.cache.insert(InsertParams(key=RadixKey(array("q", tokens[: len(value)])), value=value))
+        key = RadixKey(array("q", tokens[: len(value)]))
+        self.cache.insert(InsertParams(key=key, value=value, prev_prefix_len=have))
         assert self.pump(self.settled), "stuck"
         return count if right else -1
 

@@ -202,6 +202,50 @@ def test_a_write_that_hangs_lets_the_pages_go(linked, monkeypatch):
     assert caches.load(tokens) == len(tokens)
 
 
+def test_no_wrong_byte_from_storage_that_fails(linked, monkeypatch):
+    """Random requests: a third of all reads and writes fail, some are late; what is loaded is right."""
+    import random
+
+    from hicache_tier_storage.posix import PosixEngine
+
+    luck = random.Random(7)
+
+    def unlucky(real):
+        def call(engine, batch):
+            if luck.random() < 0.3:
+                return ["io_error: Input/output error"] * len(batch)
+            time.sleep(0.3 if luck.random() < 0.02 else 0.001)
+            return real(engine, batch)
+
+        return call
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(PosixEngine, name, unlucky(getattr(PosixEngine, name)))
+    caches = linked(deadline_s=0.2, probe_interval_s=0.02)
+    prompts = [of(seed, 5) + of(10 + branch, 4) for seed in range(3) for branch in range(3)]
+    loaded = 0
+    for _ in range(200):
+        tokens = luck.choice(prompts)
+        action = luck.random()
+        if action < 0.35:
+            have = caches.match(tokens, "have")[1].device_prefix_len
+            if have < len(tokens):
+                caches.forget()
+            caches.compute(tokens)
+        elif action < 0.6:
+            caches.forget()
+        count = caches.load(tokens)
+        assert count >= 0, "wrong bytes"
+        assert caches.right(tokens)
+        loaded += count
+        if caches.allocator.available_size() < 2 * len(tokens):
+            caches.forget()
+    assert loaded > 20 * 16
+    assert caches.linker.tally.reasons["get", "io_error"] > 0
+    caches.forget()
+    assert caches.allocator.available_size() == 64 * 16
+
+
 def test_reset_close_and_begin_again(linked, monkeypatch):
     gate = Gate(monkeypatch)
     caches, tokens = linked(), of(1, 5)
@@ -267,6 +311,60 @@ def test_a_wrong_option_is_one_clear_line(linked, tmp_path):
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("root/*"))
+
+
+def test_no_more_is_found_than_storage_loads_in_time(linked):
+    caches, tokens = linked(), of(1, 9)
+    caches.linker.stores["kv"].paces["set"].pages = 1  # and stored in rounds of two
+    caches.compute(tokens)
+    assert caches.linker.tally.reasons["set", "stored"] == 9
+    caches.forget()
+    caches.linker.stores["kv"].paces["get"].pages = 2
+    assert caches.found(tokens) == 6 * 16
+    assert caches.load(tokens) == 6 * 16
+    caches.forget()
+    assert caches.load(tokens) == 9 * 16  # it was faster than thought
+
+
+def test_the_flags_at_start(tmp_path, context):
+    """The flags of the command line, by SGLang's own way from them to the caches."""
+    from types import SimpleNamespace
+
+    from hicache_tier.testing.sglang_linker_rig import LinkedCaches, linker_config
+
+    config = linker_config(tmp_path / "root")
+    server = context(
+        enable_hierarchical_cache=False,
+        enable_unified_cache_external_linker=True,
+        unified_cache_external_linker_backend="dynamic",
+        unified_cache_external_linker_config=config,
+    )
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+    from sglang.srt.runtime_context import get_server_args
+
+    counters = []
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(forward_stream=None),
+        register_hicache_layer_transfer_counter=counters.append,
+    )
+    caches = LinkedCaches(server, config)
+    caches.close()
+    caches.cache = create_unified_radix_cache(
+        SimpleNamespace(
+            server_args=get_server_args(),
+            params=caches._params,
+            is_hybrid_swa=False,
+            is_hybrid_ssm=False,
+            enable_hierarchical_cache=False,
+            tp_worker=worker,
+        )
+    )
+    assert counters == [caches.linker.layer_done_counter] == [caches.pool.layer_transfer_counter]
+    tokens = of(1, 5)
+    caches.compute(tokens)
+    caches.forget()
+    assert caches.load(tokens) == len(tokens)
+    caches.close()
 
 
 RANK = """

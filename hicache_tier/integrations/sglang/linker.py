@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 
 from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.metrics import Exporter
+from hicache_tier_storage.status import failed
 
 from .desk import Desk
 from .facts import kv_cache_dtype, server_arguments
@@ -30,10 +31,16 @@ from .tally import Tally
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_tier_storage import PageStatus
+
     from .linker_view import DeviceView
 
 _LOG = logging.getLogger(__name__)
-_DRAIN_S: Final = 8.0  # SGLang waits for a reset in its scheduler
+_DRAIN_S: Final = 4.0  # SGLang waits for a reset in its scheduler
+# Of what storage moves in a quarter of the deadline: in one load, and in one round of writes.
+_LOAD: Final = 3
+_ROUND: Final = 2
+_GIVEN_UP: Final = failed("given_up")
 
 
 class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -74,9 +81,14 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.forward_stream = forward_stream
         self.options = LinkerOptions.parse(extra_config)
         arguments = server_arguments()
-        found = _pools(
-            params, components, Wanted(params.page_size, self.options.layout, kv_cache_dtype(arguments))
+        wanted = Wanted(
+            int(params.page_size),
+            self.options.layout,
+            kv_cache_dtype(arguments),
+            tuple(params.mtp_draft_device_pools),
+            tuple(params.sidecar_draft_device_pools),
         )
+        found = _pools(params, components, wanted)
         common = self.options.common
         self.ranks = Ranks.of(_storage_config(params, found), common.model)
         self._groups = _groups(params)
@@ -115,7 +127,7 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- looking up ------------------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """Return every length of prefix, in pages, that all pools can restore; answered from memory."""
+        """Return every length of prefix, in pages, that all pools can restore in time; from memory."""
         del rid
         by_source = {_text(one.name): one for one in transfers}
         anchor = by_source.get(KV)
@@ -132,8 +144,14 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ]
         there = self.stores[KV].match(names) if KV in self.stores else len(names)
         hit = combine(KV, there, len(names), sides)
-        self.tally.lookup(len(names), hit.pages)
-        return hit.restorable
+        found = [length for length in hit.restorable if length <= self._most_pages]
+        self.tally.lookup(len(names), max(found, default=0))
+        return found
+
+    @property
+    def _most_pages(self) -> int:
+        """Pages that storage loads within the deadline: a longer load would be left, and all of it lost."""
+        return _LOAD * min(store.paces["get"].pages for store in self.stores.values())
 
     def _complete(self, by_source: dict[str, Any]) -> bool:
         """Tell whether what is asked for has the keys of every pool."""
@@ -232,7 +250,7 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for pages in todo:
             together.setdefault(pages.pool.view.name, []).append(pages)
         merged = {name: _merged(self.stores[name], parts) for name, parts in together.items()}
-        statuses = dict(zip(merged, self.desk.put(list(merged.values())), strict=True)) if merged else {}
+        statuses = self._put(merged)
         at = dict.fromkeys(merged, 0)
         outcomes = []
         for parts in found:
@@ -246,6 +264,24 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 at[name] += count
             outcomes.append(stored)
         return outcomes
+
+    def _put(self, merged: dict[str, DevicePages]) -> dict[str, list[PageStatus]]:
+        """Store pages of several pools, side by side; as many at a time as storage writes in time."""
+        statuses: dict[str, list[PageStatus]] = {name: [] for name in merged}
+        while True:
+            todo = {
+                name: pages.part(len(statuses[name]), _ROUND * pages.pool.paces["set"].pages)
+                for name, pages in merged.items()
+                if len(statuses[name]) < len(pages.names)
+            }
+            if not todo:
+                return statuses
+            if self._offloads.stopping:
+                verdicts = [[_GIVEN_UP] * len(part.names) for part in todo.values()]
+            else:
+                verdicts = self.desk.put(list(todo.values()))
+            for name, verdict in zip(todo, verdicts, strict=True):
+                statuses[name] += verdict
 
     # -- control ---------------------------------------------------------------------------------------------
 
@@ -335,11 +371,7 @@ def _pools(params: Any, components: Any, wanted: Wanted) -> DevicePools:  # noqa
             kvcache=kvcache, page_size=params.page_size, params=params, components=components
         )
 
-    found = device_pools(kvcache, [str(one) for one in components], wanted, described)
-    draft = getattr(params, "sidecar_draft_device_pools", ()) or getattr(params, "mtp_draft_device_pools", ())
-    if draft and type(kvcache).__name__ in {"MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"}:
-        raise InvalidArgumentError("this model's draft KV cannot be stored without HiCache.")
-    return found
+    return device_pools(kvcache, [str(one) for one in components], wanted, described)
 
 
 def _storage_config(params: Any, found: DevicePools) -> HiCacheStorageConfig:  # noqa: ANN401

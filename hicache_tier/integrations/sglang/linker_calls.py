@@ -44,6 +44,13 @@ class DevicePages(Pages):
     memory: LeasedDevice  # type: ignore[assignment]  # which has a lease, as the pages of host pools have
     numbers: NDArray[np.int64] = field(default_factory=_nowhere)
 
+    def part(self, start: int, count: int) -> DevicePages:
+        """Return some of the pages, as a call of its own."""
+        chosen = slice(start, start + count)
+        parents = None if self.parents is None else self.parents[chosen]
+        memory = LeasedDevice(self.memory.pool)
+        return DevicePages(self.pool, self.names[chosen], memory, parents, numbers=self.numbers[chosen])
+
     def get(self) -> None:
         """Load them; on a thread of the lane for reads."""
         self._in_parts("get", lambda part: partial(self._get, part))

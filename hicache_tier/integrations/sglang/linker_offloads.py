@@ -48,11 +48,18 @@ class Offloads:
     Parameters
     ----------
     store : callable
-        Stores some offloads within a deadline, and returns for each whether all of it is stored.
+        Stores some offloads, and returns for each whether all of it is stored. It looks at `stopping` before
+        it reads any page, and every wait of it has a deadline.
+
+    Attributes
+    ----------
+    stopping : bool
+        Whether the pages of all offloads are about to become somebody else's.
     """
 
     def __init__(self, store: Callable[[Sequence[Offload]], list[bool]]) -> None:
         self._store = store
+        self.stopping = False
         self._queue: queue.SimpleQueue[Offload | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._order: deque[Offload] = deque()
@@ -91,13 +98,25 @@ class Offloads:
             return bool(self._order.popleft().stored)
 
     def drain(self, until_s: float) -> bool:
-        """Wait for all outcomes until a time on the monotonic clock, forget them; say whether all came."""
-        while self.completed < len(self._order) and time.monotonic() < until_s:
+        """Wait for all outcomes, and forget them; say whether all came by a time on the monotonic clock.
+
+        What has none by then is given up: once this has returned no page of an offload is read any more.
+        """
+        while self._waiting and time.monotonic() < until_s:
             time.sleep(_POLL_S)
+        done = not self._waiting
+        self.stopping = True
+        while self._waiting:  # the call that is under way ends by its deadline
+            time.sleep(_POLL_S)
+        self.stopping = False
         with self._lock:
-            done = all(offload.stored is not None for offload in self._order)
             self._order.clear()
         return done
+
+    @property
+    def _waiting(self) -> bool:
+        with self._lock:
+            return any(offload.stored is None for offload in self._order)
 
     def close(self, until_s: float) -> None:
         """End the thread."""
@@ -108,7 +127,7 @@ class Offloads:
         while (first := self._queue.get()) is not None:
             batch, last = self._more([first])
             try:
-                outcomes = self._store(batch)
+                outcomes = [False] * len(batch) if self.stopping else self._store(batch)
             except Exception:  # noqa: BLE001 - whatever it is, the thread lives on
                 _LOG.exception("%d offloads failed", len(batch))
                 outcomes = [False] * len(batch)

@@ -31,6 +31,7 @@ KV: Final = "kv"
 _SWA: Final = "swa"
 _INDEXER: Final = "indexer"
 _PLAIN: Final = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
+_RECOGNISED: Final = _PLAIN | {"SWAKVPool", "DSATokenToKVPool"}
 _SCALES: Final = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "native_v_scale_buffer")
 # What a host pool says of itself that its device pool says too, under the same name.
 _SAME: Final = (
@@ -74,11 +75,17 @@ class Wanted:
         Order of axes in the store, for pools that are recognised.
     kv_dtype : str or None
         The server's `--kv-cache-dtype`: pools hold fp8 as uint8.
+    drafts : tuple
+        Pools of a draft model's layers that are stored in the target's pages, which only DSA's can be.
+    apart : tuple
+        Pools of a draft model that would have pages of their own.
     """
 
     page_tokens: int
     layout: Layout
     kv_dtype: str | None
+    drafts: tuple[Any, ...] = ()
+    apart: tuple[Any, ...] = ()
 
 
 def device_pools(
@@ -107,14 +114,17 @@ def device_pools(
         For a layout that the device route does not have.
     """
     kind, parts = type(kvcache).__name__, set(components)
+    if (kind in {*_PLAIN, "SWAKVPool"} and wanted.drafts) or (kind in _RECOGNISED and wanted.apart):
+        raise InvalidArgumentError(f"{kind}: the draft model's KV cannot be stored without HiCache.")
     if kind in _PLAIN and parts == {"full"}:
         found = [_whole(kvcache, KV, wanted)]
     elif kind == "SWAKVPool" and parts == {"full", "swa"}:
         found = [_whole(kvcache.full_kv_pool, KV, wanted), _whole(kvcache.swa_kv_pool, _SWA, wanted)]
+    elif kind == "DSATokenToKVPool" and parts == {"full"}:
+        found = [_latents(kvcache, wanted), _index_keys(kvcache, wanted)]
     else:
         group = described()
-        known = kind == "DSATokenToKVPool"
-        views = [_indexed(kvcache, entry, wanted) if known else _blocks(entry) for entry in group.entries]
+        views = [_blocks(entry) for entry in group.entries]
         return DevicePools(views, int(group.num_layers), bool(group.rank_replicated))
     return DevicePools(found, int(kvcache.layer_num), replicated=not found[0].sharded)
 
@@ -142,22 +152,24 @@ def _whole(pool: Any, name: str, wanted: Wanted) -> DeviceView:  # noqa: ANN401 
     return _recognised(like, name, tensors, wanted)
 
 
-def _indexed(pool: Any, entry: Any, wanted: Wanted) -> DeviceView:  # noqa: ANN401
-    """Return the view of DSA's latents, or of its index keys; a draft model's layers come last."""
-    name = _name(entry.name)
-    if name == KV:
-        like = _as_host(pool, len(entry.kv_buffer), wanted)
-        return _recognised(like, name, list(entry.kv_buffer), wanted)
-    if name != _INDEXER:
-        return _blocks(entry)
-    held = [buffer for buffer in entry.kv_buffer if buffer.shape[0]]  # layers may share the keys of others
-    like = _as_host(pool, len(held), wanted)
+def _latents(pool: Any, wanted: Wanted) -> DeviceView:  # noqa: ANN401 - one of SGLang's device pools
+    """Return the view of DSA's latents; a draft model's layers come last."""
+    tensors = [buffer for part in (pool, *wanted.drafts) for buffer in part.kv_buffer]
+    return _recognised(_as_host(pool, len(tensors), wanted), KV, tensors, wanted)
+
+
+def _index_keys(pool: Any, wanted: Wanted) -> DeviceView:  # noqa: ANN401 - one of SGLang's device pools
+    """Return the view of DSA's index keys, which layers may have in common: such a layer has none itself."""
+    held = [[one for one in part.index_k_with_scale_buffer if len(one)] for part in (pool, *wanted.drafts)]
+    tensors = [buffer for part in held for buffer in part]
+    if not tensors:
+        raise InvalidArgumentError("the pool of index keys holds none.")
+    like = _as_host(pool, len(tensors), wanted)
     for attribute in ("kv_cache_dim", "qk_rope_head_dim", "dsa_kv_cache_store_fp8"):
         delattr(like, attribute)
-    like.indexer_page_stride_size = held[0].shape[1] if held else 0
-    like.indexer_dtype = held[0].dtype if held else torch.uint8
-    like.target_layer_num = len([one for one in entry.kv_buffer[: pool.layer_num] if one.shape[0]])
-    return _recognised(like, name, held, wanted, source=_name(entry.indices_from_pool))
+    like.indexer_page_stride_size, like.indexer_dtype = tensors[0].shape[1], tensors[0].dtype
+    like.target_layer_num = len(held[0])
+    return _recognised(like, _INDEXER, tensors, wanted, source=KV)
 
 
 def _as_host(pool: Any, layers: int, wanted: Wanted) -> SimpleNamespace:  # noqa: ANN401
