@@ -313,6 +313,23 @@ def test_a_wrong_option_is_one_clear_line(linked, tmp_path):
     assert not list(tmp_path.glob("root/*"))
 
 
+def test_several_drives(tmp_path, context):
+    from hicache_tier.testing.sglang_linker_rig import LinkedCaches, linker_config
+
+    config = linker_config("")
+    extra = config["linker_extra_config"]
+    del extra["root"]
+    extra["roots"] = [str(tmp_path / name) for name in ("one", "two")]
+    caches, tokens = LinkedCaches(context(), config), of(1, 24)
+    caches.compute(tokens)
+    caches.forget()
+    assert caches.load(tokens) == len(tokens)
+    stats = caches.linker.stores["kv"].store.stats()
+    assert all(root["pages"] for root in stats["roots"])
+    assert sum(root["pages"] for root in stats["roots"]) == 24
+    caches.close()
+
+
 def test_no_more_is_found_than_storage_loads_in_time(linked):
     caches, tokens = linked(), of(1, 9)
     caches.linker.stores["kv"].paces["set"].pages = 1  # and stored in rounds of two

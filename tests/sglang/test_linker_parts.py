@@ -58,12 +58,20 @@ class Gated(PosixEngine):
         return super().write(batch)
 
 
-@pytest.fixture
-def rig(tmp_path):
+@pytest.fixture(params=["plain", "encrypted"])
+def rig(tmp_path, request):
+    root, sealed = tmp_path / "root", {}
+    if request.param == "encrypted":
+        pytest.importorskip("cryptography")
+        key = tmp_path / "key"
+        key.write_text("11" * 32)
+        key.chmod(0o600)
+        sealed["encryption"] = str(key)
+
     class Rig:
         engine, kvcache = Gated(), MHATokenToKVPool()
         options = LinkerOptions.parse(
-            {"root": str(tmp_path), "capacity_bytes": "4 MiB", "deadline_s": 0.2, "metrics": False}
+            {"root": str(root), "capacity_bytes": "4 MiB", "deadline_s": 0.2, "metrics": False} | sealed
         )
         tally = Tally("tp0", None)
         desk = Desk(options.common, tally)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from hicache_tier.layout import Layout
 from hicache_tier.testing.array_pool import blank_pages, fill_pages, keys_of, pages_equal
@@ -13,7 +14,15 @@ from hicache_tier_storage import device_payload, open_store, staging
 from hicache_tier_storage.leased_device import LeasedDevice
 from hicache_tier_storage.posix import PosixEngine
 
-CASES = {"staged": (GEOMETRIES["wide_k"], "page_first"), "fragments": (ALIGNED, "layer_first")}
+CASES = {
+    "staged": (GEOMETRIES["wide_k"], "page_first", "cpu"),
+    "fragments": (ALIGNED, "layer_first", "cpu"),
+    "from_gpu": (GEOMETRIES["wide_k"], "page_first", "cuda"),
+}
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 class Gated(PosixEngine):
@@ -37,12 +46,12 @@ class Gated(PosixEngine):
 
 
 class Rig:
-    def __init__(self, root, geometry, layout):
+    def __init__(self, root, geometry, layout, device):
         self.engine = Gated()
         self.store = open_store(
             root, geometry, layout, capacity_bytes="4 MiB", engine=self.engine, deadline_s=None
         )
-        self.device = BytePool(geometry, layout, 16)
+        self.device = BytePool(geometry, layout, 16, device)
         self.nbytes = geometry.page_nbytes
         self.keys = keys_of("leased", 8)
         fill_pages(self.device, range(8), self.keys, self.nbytes)
@@ -64,13 +73,13 @@ class Rig:
         return pages_equal(self.device, pages, self.keys, self.nbytes)
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=["staged", "fragments", pytest.param("from_gpu", marks=ON_GPU)])
 def rig(request, memory_path, monkeypatch):
     monkeypatch.setattr(device_payload, "FRAGMENT_NBYTES", 4096)
     monkeypatch.setattr(staging, "HALF_NBYTES", 2 * 8192)
     monkeypatch.setattr("hicache_tier_storage.device_moves.LEAST_STEP_NBYTES", 1)
-    geometry, layout = CASES[request.param]
-    made = Rig(memory_path, geometry, layout)
+    geometry, layout, device = CASES[request.param]
+    made = Rig(memory_path, geometry, layout, device)
     pages = device_payload.DevicePages.of(made.device, Layout.parse(layout))
     assert (pages.fragments is not None) is (request.param == "fragments")
     yield made
