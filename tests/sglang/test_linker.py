@@ -111,6 +111,7 @@ def test_either_hook_reads_what_the_other_wrote(tmp_path, context, linked, kind,
     caches = linked(kind, layout=layout)
     first, second = of(1, 6), of(2, 7)
     hosted.compute(first)
+    assert caches.pump(lambda: caches.found(first) == len(first), 5.0)
     assert caches.load(first) == len(first)
     assert caches.right(first)
     caches.compute(second)

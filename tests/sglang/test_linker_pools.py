@@ -194,7 +194,9 @@ def test_pools_that_only_sglang_describes_are_blocks(make, monkeypatch):
     state.device_indices = torch.tensor([7])
     assert offload(linker, [transfer("kv", names, [1, 2, 3]), state])
     state = transfer("mamba", names[-1:], trailing=True)
+    linker.stores["mamba"].paces["get"].pages = 0  # one state is loaded, however long the prefix
     assert linker.lookup("r", [transfer("kv", names), state]) == [3]
+    linker.stores["mamba"].paces["get"].pages = 1
     was = [buffer[[1, 2, 3]].clone() for buffer in packed], temporal[:, 7].clone(), conv[:, 7].clone()
     for buffer in (*packed, temporal, conv):
         buffer.zero_()

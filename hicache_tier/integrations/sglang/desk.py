@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _FOLLOW_EVERY_S = 0.02  # how often other writers are looked at, while there are lookups
-_FOLLOW_S = 0.05  # what a lookup waits for that, at most
+_FOLLOW_S = 0.05  # what a lookup waits for that, at most, where it does not say
 _SAMPLE_EVERY_S = 5.0
 _OPEN_S = 60.0  # a store of millions of pages takes seconds
 _CLOSE_S = 5.0
@@ -43,6 +43,8 @@ class Desk:
     ----------
     options : Options
     tally : Tally
+    follow_s : float
+        What a lookup waits for news of other writers, at most.
 
     Attributes
     ----------
@@ -51,10 +53,10 @@ class Desk:
     health : Health
     """
 
-    def __init__(self, options: Options, tally: Tally) -> None:
+    def __init__(self, options: Options, tally: Tally, follow_s: float = _FOLLOW_S) -> None:
         self.pools: dict[str, Pool] = {}
         self.health = Health(options.probe_interval_s)
-        self._options, self._tally = options, tally
+        self._options, self._tally, self._follow_s = options, tally, follow_s
         self._lanes = {op: Lane(f"sglang-{op}", options.threads_per_direction) for op in ("get", "set")}
         self._side = Lane("sglang-side", 4)  # following, probing, sampling
         self._closing = threading.Event()
@@ -165,7 +167,7 @@ class Desk:
             self._following.release()
             return
         self._followed_s = now_s
-        call.wait(now_s + _FOLLOW_S)
+        call.wait(now_s + self._follow_s)
 
     def _follow_all(self) -> None:
         try:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .linker_view import DeviceView
 
 _LOG = logging.getLogger(__name__)
+_FOLLOW_S: Final = 0.005  # lookups are made by SGLang's scheduler
 _DRAIN_S: Final = 4.0  # SGLang waits for a reset in its scheduler
 # Of what storage moves in a quarter of the deadline: in one load, and in one round of writes.
 _LOAD: Final = 3
@@ -99,7 +100,7 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 None if port is None else port + self.ranks.number, common.metrics_address
             )
         self.tally = Tally(self.ranks.label, self._exporter.instruments if self._exporter else None)
-        self.desk = Desk(common, self.tally)
+        self.desk = Desk(common, self.tally, _FOLLOW_S)
         self.stores: dict[str, DeviceStore] = {}
         try:
             for view in found.views:
@@ -151,7 +152,8 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
     @property
     def _most_pages(self) -> int:
         """Pages that storage loads within the deadline: a longer load would be left, and all of it lost."""
-        return _LOAD * min(store.paces["get"].pages for store in self.stores.values())
+        along = [store for store in self.stores.values() if store.device_view.source == KV]
+        return _LOAD * min(store.paces["get"].pages for store in along)
 
     def _complete(self, by_source: dict[str, Any]) -> bool:
         """Tell whether what is asked for has the keys of every pool."""
