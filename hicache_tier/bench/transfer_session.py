@@ -70,7 +70,7 @@ class Session:
     InvalidArgumentError
         For a device that cannot be had, or a case that is none.
     BenchError
-        Where `busy` is asked for without a GPU.
+        Where `busy` or `targets` are asked for without a GPU.
     """
 
     def __init__(self, wish: Wish) -> None:
@@ -79,6 +79,8 @@ class Session:
         cuda = self.device.type == "cuda"
         if wish.busy and not cuda:
             raise BenchError("--busy needs a CUDA device: it measures what transfers cost products on a GPU.")
+        if wish.targets and not cuda:
+            raise BenchError("--targets needs a CUDA device: its figures are those of an H200.")
         self._idle, self._beside = self._cases(cuda=cuda)
         self._notes: list[str] = []
 

@@ -93,6 +93,7 @@ def test_text_and_what_is_skipped():
     [
         (("--busy",), "--busy needs a CUDA device"),
         (("--calibrate",), "--calibrate needs a CUDA device"),
+        (("--targets",), "--targets needs a CUDA device"),
         (("--device", "cuda:77"), "is not there"),
         (("--device", "xpu"), "cannot be measured"),
         (("--device", "nonsense"), "is not known"),
