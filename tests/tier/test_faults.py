@@ -657,4 +657,5 @@ def test_25_nothing_of_ours_talks_to_other_ranks():
     roots = [Path(module.__file__).parent for module in (hicache_tier, hicache_tier_storage)]
     sources = [path for root in roots for path in root.rglob("*.py") if "testing" not in path.parts]
     assert len(sources) > 150
-    assert not [path for path in sources if "torch.distributed" in path.read_text()]
+    # SGLang leaves it to a linker to have the ranks agree, over groups that SGLang made.
+    assert [path.name for path in sources if "torch.distributed" in path.read_text()] == ["linker.py"]
