@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from .units import Units
 
 
-def stored_units(store: PageStore, units: Units) -> NDArray[np.bool_]:
-    """Tell for each unit whether the store has all of its pages."""
+def stored_units(store: PageStore | None, units: Units) -> NDArray[np.bool_]:
+    """Tell for each unit whether the store has all of its pages; none has them where there is no store."""
+    if store is None:
+        return np.zeros(len(units), np.bool_)
     there = np.array(store.contains(units.keys), np.bool_).reshape(len(units), units.pages_each)
     every: NDArray[np.bool_] = np.logical_and.reduce(there, axis=1)
     return every
@@ -42,7 +44,7 @@ class Choice:
         self._rankings: dict[str, Ranking] = {}
         self._left_nbytes = sum(target.nbytes for target in targets)
 
-    def of(self, target: Target, store: PageStore, room_pages: int) -> NDArray[np.uint64] | None:
+    def of(self, target: Target, store: PageStore | None, room_pages: int) -> NDArray[np.uint64] | None:
         """Return the heads of the units to take, None where all that are missing fit.
 
         The targets are asked for in their order, each once.

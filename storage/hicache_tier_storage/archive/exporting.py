@@ -22,7 +22,7 @@ from .export_report import ExportReport
 from .filling import Filled, PageSource, fill
 from .manifest import PartFacts, manifest_document
 from .part_writer import PartWriter
-from .places import Kind, Place
+from .places import Kind, Place, check_parent
 from .pool import Workers, default_threads
 from .prompts import keys_of_prompts
 from .published import PublishedShards
@@ -118,6 +118,7 @@ def export_archive(
     if place.kind is not Kind.OBJECTS:
         _refuse_inside(place, root)
         refuse_existing(place, overwrite=overwrite)
+        check_parent(place.path)
     report = ExportReport(place.text, codec.value, problems=found.problems, live=found.live, dry_run=dry_run)
     tokens: dict[bytes, NDArray[np.uint32]] = {}
     listed = _list(found.parts, chosen, tokens)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache_tier_storage.opening import open_store
+from hicache_tier_storage.access import Owners
+from hicache_tier_storage.asked_capacity import parse_capacity
+from hicache_tier_storage.capacity import partition_paths
+from hicache_tier_storage.opening import check_root, open_store
+from hicache_tier_storage.writer import check_capacity
 
 from .batches import BatchReader
 from .choice import Choice, stored_units
+from .places import check_parent
 from .pool import Workers
-from .room import room_pages
+from .room import PretendedRoom, room_pages
 from .staging import StagedPages
 from .units import RowFinder, Units, heads_of_units, units_of
 from .warming import read_back
@@ -57,6 +63,7 @@ class ImportRun:
         self._memory = memory
         self._progress = progress
         self._done = self._total = 0
+        self._room: PretendedRoom | None = None
 
     def all(self, targets: list[Target]) -> None:
         """Import every target."""
@@ -64,16 +71,19 @@ class ImportRun:
             target.identity = replace(target.identity, encrypted=self._key is not None)
         self._total = sum(target.nbytes for target in targets)
         choice = Choice(targets, self._tenants)
+        if self._report.dry_run:
+            self._check(targets)
+            self._room = PretendedRoom(self._root, parse_capacity(self._capacity, self._root))
         for target in targets:
             self._run(target, choice)
 
     def _run(self, target: Target, choice: Choice) -> None:
         before = (self._report.imported, self._report.already_stored)
         store = self._open(target)
-        if store is None:
-            self._pretend(target)
-        else:
-            with store:
+        with nullcontext() if store is None else store:
+            if store is None or self._room is not None:
+                self._pretend(target, store, choice)
+            else:
                 self._fill(target, store, choice)
                 self._read_back(target, store)
         name = target.identity
@@ -87,10 +97,19 @@ class ImportRun:
             }
         )
 
+    def _check(self, targets: list[Target]) -> None:
+        """Refuse what making the stores would refuse; a dry run makes none."""
+        check_parent(self._root)
+        Owners.SELF.check(self._root)
+        capacity_nbytes = parse_capacity(self._capacity, self._root)
+        for target in targets:
+            check_capacity(target.identity.geometry.page_nbytes, capacity_nbytes)
+        check_root(self._root, create=True)
+
     def _open(self, target: Target) -> PageStore | None:
         """Open the target's store; None where a dry run finds none yet, or there is nothing for it."""
         dry = self._report.dry_run
-        if dry and not (self._root / target.identity.namespace).is_dir():
+        if dry and not (self._root.is_dir() and next(partition_paths(self._root), None)):
             return None
         if not any(units.keys for units in units_of(target, self._tenants)):
             return None
@@ -119,23 +138,26 @@ class ImportRun:
             encryption=self._key,
         )
 
-    def _pretend(self, target: Target) -> None:
+    def _pretend(self, target: Target, store: PageStore | None, choice: Choice) -> None:
+        """Count what would be imported."""
+        before, chosen = self._report.imported, None
+        if self._room is not None:
+            chosen = choice.of(target, store, self._room.pages(target.identity))
         for units in units_of(target, self._tenants):
-            self._report.imported += len(units.keys)
             self._refuse(target, units.refused)
+            self._report.imported += len(self._wanted(target, store, units, chosen).keys)
+        if self._room is not None:
+            self._room.take(target.identity, self._report.imported - before)
 
     def _fill(self, target: Target, store: PageStore, choice: Choice) -> None:
         finders = [RowFinder(piece.part) for piece in target.pieces[1:]]
         batch = max(1, _BATCH_NBYTES // _unit_nbytes(target))
         writer = BatchWriter(target, store, finders)
-        chosen = None if self._report.dry_run else choice.of(target, store, room_pages(store))
+        chosen = choice.of(target, store, room_pages(store))
         with Workers(1, self._threads, polite=False) as workers:
             for units in units_of(target, self._tenants):
                 self._refuse(target, units.refused)
                 wanted = self._wanted(target, store, units, chosen)
-                if self._report.dry_run:
-                    self._report.imported += len(wanted.keys)
-                    continue
                 for part in wanted.batches(batch):
                     while len(workers) >= _IN_FLIGHT * self._threads:
                         self._collect(target, workers)
@@ -152,7 +174,7 @@ class ImportRun:
             self._memory -= pages * store.geometry.page_nbytes
 
     def _wanted(
-        self, target: Target, store: PageStore, units: Units, chosen: NDArray[np.uint64] | None
+        self, target: Target, store: PageStore | None, units: Units, chosen: NDArray[np.uint64] | None
     ) -> Units:
         """Leave out what the store has, and what there is no room for."""
         stored = stored_units(store, units)

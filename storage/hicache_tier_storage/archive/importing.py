@@ -59,7 +59,7 @@ def import_archive(
     to_host : bool
         Then read the pages back through the store, so that they lie in the memory of the machine.
     dry_run : bool
-        Only say what would be imported if there is room; payloads are not read.
+        Only say what would be imported, and refuse what the import would refuse; payloads are not read.
     progress : callable (done, total), optional
         Told bytes of payload of the store.
     encryption : EncryptionKey, path or str, optional

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -56,6 +57,21 @@ class Place:
             return cls(Kind.OBJECTS, urlsplit(text)._replace(query="", fragment="").geturl(), Path(), text)
         path = Path(text).absolute()
         return cls(Kind.ZIP if path.suffix.lower() == ".zip" else Kind.FOLDER, text, path)
+
+
+def check_parent(path: Path) -> None:
+    """Refuse a path that nothing can be made at: the folder it would be made in is none, or not writable.
+
+    Raises
+    ------
+    ArchiveError
+        Naming that folder.
+    """
+    above = next(folder for folder in path.parents if folder.exists() or folder.is_symlink())
+    if not above.is_dir():
+        raise ArchiveError(f"{path} cannot be made: {above} is no folder.")
+    if not path.exists() and not os.access(above, os.W_OK | os.X_OK):
+        raise ArchiveError(f"{path} cannot be made: {above} is not writable.")
 
 
 def object_store(place: Place, *, create: bool) -> Any:  # noqa: ANN401 - obstore's union of stores
