@@ -6,9 +6,23 @@ import json
 
 import pytest
 
+from hicache_tier import KVGeometry, open_store
 from hicache_tier.cli import output
 from hicache_tier.machine import default_device, machine_capabilities
 from hicache_tier.paths import path_rows
+from hicache_tier.testing.array_pool import ArrayPool, fill_pages, keys_of
+
+GEOMETRY = KVGeometry.mha(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32", page_tokens=4)
+
+
+def fill(root, count=3, **options):
+    """Leave a closed store with some pages."""
+    options = {"model": "m", "capacity_bytes": "8 MiB", "io_mode": "buffered"} | options
+    keys, host = keys_of("a", count), ArrayPool(GEOMETRY, "page_first", count)
+    fill_pages(host, list(range(count)), keys, GEOMETRY.page_nbytes)
+    with open_store(root, GEOMETRY, "page_first", **options) as store:
+        assert all(store.put(keys, host, list(range(count))))
+    return root
 
 
 def test_paths(invoke):
@@ -71,6 +85,32 @@ def test_verify_good_and_damaged(invoke, store):
     assert shown.exit_code == 1
     assert "1 damaged" in shown.stdout
     assert "checksum" in shown.stdout
+
+
+def test_verify_says_good_only_of_what_it_verified(invoke, tmp_path):
+    root, key = tmp_path / "other", tmp_path / "key"
+    key.write_text("0f" * 32)
+    key.chmod(0o600)
+    fill(root, encryption=str(key))
+    result = invoke("verify", root)
+    assert result.exit_code == 1
+    assert "all good" not in result.stdout
+    assert f"0 of 3 pages of {root} verified, none damaged" in result.stdout
+    assert "3 not verified: encrypted, and --key-file was not given" in result.stdout
+    result = invoke("verify", root, "--json")
+    assert result.exit_code == 1
+    assert {"pages": 3, "damaged": 0, "unverifiable": 3}.items() <= json.loads(result.stdout).items()
+    result = invoke("verify", root, "--key-file", key)
+    assert (result.exit_code, "3 pages" in result.stdout, "all good" in result.stdout) == (0, True, True)
+    fill(root, model="plain", checksums=False)
+    fill(root, model="sound", count=1)
+    result = invoke("verify", root)
+    assert result.exit_code == 0
+    for text in ("1 of 7 pages", "3 not verified: encrypted", "3 not verified: stored without a checksum"):
+        assert text in result.stdout
+    result = invoke("verify", fill(tmp_path / "sole", checksums=False))
+    assert (result.exit_code, "0 of 3 pages" in result.stdout) == (0, True), "no key would help"
+    assert "1 page of" in invoke("verify", fill(tmp_path / "one", count=1)).stdout
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
