@@ -41,9 +41,16 @@ _VERBS = {
 
 
 def _say_json(message: str, kind: str, args: Sequence[str] | None) -> None:
-    """Print an error as an object on stdout for those who asked for JSON."""
-    if "--json" in (sys.argv[1:] if args is None else args):
-        click.echo(json.dumps({"error": {"kind": kind, "message": message}}))
+    """Print an error as an object on stdout for those who asked for JSON.
+
+    The error may be stdout's own, such as that of a full disk: what cannot be written is then given up.
+    """
+    try:
+        if "--json" in (sys.argv[1:] if args is None else args):
+            click.echo(json.dumps({"error": {"kind": kind, "message": message}}))
+        sys.stdout.flush()
+    except OSError:
+        _drop_stdout()
 
 
 def _fail(message: str, kind: str, args: Sequence[str] | None) -> NoReturn:
@@ -113,9 +120,14 @@ class App(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+def _drop_stdout() -> None:
+    """Send what is still buffered for stdout nowhere, so that the interpreter's last flush cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _end_without_reader() -> NoReturn:
     """End quietly where the reader of stdout is gone (`hicache-tier inspect ROOT | head`)."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop_stdout()
     sys.exit(BROKEN_PIPE)
 
 

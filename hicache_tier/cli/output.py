@@ -25,9 +25,9 @@ def print_json(data: object) -> None:
 
 def stdout() -> Console:
     """Console for results; no wrapping below 100 columns where stdout is not a terminal."""
-    from rich.console import Console
+    from .console import ResultConsole
 
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
+    return ResultConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def stderr() -> Console:
@@ -70,6 +70,11 @@ def size(nbytes: int) -> str:
     from humanfriendly import format_size
 
     return str(format_size(nbytes, binary=True))
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number and its noun, which takes an s but where it is one."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def age(seconds: float) -> str:

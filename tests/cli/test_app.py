@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import click
 import pytest
@@ -107,14 +108,25 @@ def test_a_bug_keeps_its_traceback(verb):
         app.main.main(["paths"])
 
 
-def test_a_reader_that_goes_away_is_no_error():
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_reader_that_goes_away_is_no_error(form):
     process = subprocess.Popen(
-        [*COMMAND, "paths", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        [*COMMAND, "paths", *form], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
     )
     process.stdout.close()
     _, said = process.communicate(timeout=60)
     assert process.returncode == 141
     assert said == b""
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_full_disk_is_one_line(form):
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(
+            [*COMMAND, "paths", *form], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert run.returncode == 2
+    assert run.stderr == "hicache-tier: [Errno 28] No space left on device\n"
 
 
 def test_ctrl_c_on_a_real_process(tmp_path):
