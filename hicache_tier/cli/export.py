@@ -111,7 +111,7 @@ def command(  # noqa: PLR0917 - click passes options by name
     Works while servers use the store, and then keeps out of their way. The archive is ordinary Zarr v3
     with named dimensions. An export that was stopped goes on where it was when the same command is given
     again. Pages of an encrypted store are decrypted: the archive is not encrypted. Exit code 1 where
-    pages of the store are damaged.
+    pages of the store are damaged, or none is wanted: then no archive is made.
     """
     from hicache_tier_storage.archive import Selection, export_archive
     from hicache_tier_storage.archive.prompts import read_prompts
@@ -146,11 +146,17 @@ def command(  # noqa: PLR0917 - click passes options by name
         print_json(report)
     else:
         _show(root, report)
-    if report["left_out"].get("damaged") or report["problems"]:
+    if not report["pages"] or report["left_out"].get("damaged") or report["problems"]:
         ctx.exit(FINDING)
 
 
 def _show(root: str, report: dict[str, Any]) -> None:
+    if not report["pages"] and not report["problems"]:
+        why = "; ".join(
+            f"{count} {_WHY.get(reason, reason)}" for reason, count in sorted(report["left_out"].items())
+        )
+        show(f"no page of {root} is to be exported, and no archive is made" + (f": {why}" if why else ""))
+        return
     rows = ((p["namespace"], p["rank"], p["pool"], p["pages"], size(p["bytes"])) for p in report["parts"])
     show(table(None, ("namespace", "rank", "pool", ">pages", ">payload"), rows))
     for reason, count in sorted(report["left_out"].items()):

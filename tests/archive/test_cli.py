@@ -104,3 +104,33 @@ def test_scripts(script):
         [sys.executable, SCRIPTS / script, "--help"], capture_output=True, text=True, check=True
     )
     assert f"Usage: hicache-tier {script.partition('_')[0]}" in done.stdout
+
+
+def test_what_matches_nothing_makes_no_archive(shop, tmp_path):
+    root, _ = shop.fill()
+    (tmp_path / "tokens").write_text("[9, 9, 9, 9, 9, 9, 9, 9]")
+    for wanted in (["--tokens", tmp_path / "tokens"], ["--max-size", "10"]):
+        for dry in ([], ["--dry-run"]):
+            said = run("export", root, tmp_path / "archive", *wanted, *dry, code=1)
+            assert said.startswith("no page of") and "no archive is made" in said
+            assert told("export", root, tmp_path / "archive", *wanted, *dry, code=1)["pages"] == 0
+    assert not [*tmp_path.glob("archive*")]
+
+
+def test_namespaces_that_are_not_there_are_told(shop, tmp_path):
+    root, _ = shop.fill()
+    (space,) = (path.name for path in root.iterdir() if path.is_dir())
+    run("export", root, tmp_path / "archive")
+    for verb, source, target in (("export", root, "other"), ("import", tmp_path / "archive", "new")):
+        error = told(verb, source, tmp_path / target, "--namespace", "zz", code=2)["error"]
+        assert error["kind"] == "invalid_argument" and space in error["message"]
+        assert not [*tmp_path.glob(f"{target}*")]
+
+
+def test_a_part_without_token_ids_is_refused_in_one_row(shop, tmp_path):
+    root, _ = shop.fill()
+    run("export", root, tmp_path / "archive")
+    for dry in ([], ["--dry-run"]):
+        report = told("import", tmp_path / "archive", tmp_path / "new", "--page-tokens", 32, *dry, code=1)
+        assert report["refused"] == {"page_tokens": 20}
+        assert [row["key"] for row in report["details"]] == ["all"]

@@ -472,3 +472,17 @@ def test_the_manifest_is_json_that_people_read(shop, tmp_path):
     (space,) = manifest["namespaces"].values()
     assert space["model"] == "m"
     assert [part["pages"] for part in manifest["parts"]] == [20]
+
+
+def test_a_destination_is_where_dots_lead(shop, tmp_path):
+    root, _ = shop.fill()
+    export_archive(root, tmp_path / "kv.zarr")
+    with pytest.raises(ArchiveExistsError, match="exists"):
+        export_archive(root, tmp_path / "nodir" / ".." / "kv.zarr", dry_run=True)
+    export_archive(root, f"{tmp_path}/nodir/../new.zarr")
+    assert open_archive(tmp_path / "new.zarr").parts and not (tmp_path / "nodir").exists()
+    (tmp_path / "link").symlink_to(root)
+    with pytest.raises(ArchiveExistsError, match="inside the store"):
+        export_archive(tmp_path / "link", tmp_path / "link" / "archive")
+    with pytest.raises(InvalidArgumentError, match="name of its own"):
+        export_archive(root, f"{tmp_path}/..")

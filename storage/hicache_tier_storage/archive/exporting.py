@@ -26,7 +26,7 @@ from .places import Kind, Place, check_parent
 from .pool import Workers, default_threads
 from .prompts import keys_of_prompts
 from .published import PublishedShards
-from .selection import Selection, limit
+from .selection import Selection, check_namespaces, limit
 from .shard import Draft, merged
 from .stores import store_parts
 
@@ -60,6 +60,8 @@ def export_archive(
     encryption: EncryptionKey | str | os.PathLike[str] | None = None,
 ) -> ExportReport:
     """Write the pages of the store at `root` to an archive; the store may be in use, and is not changed.
+
+    Where no page is wanted no archive is made, and the report counts none.
 
     The archive holds pages that were committed when the export began, each checked against its checksum as
     it is copied. Those that the store gives up meanwhile are left out. An export that was stopped, by Ctrl-C
@@ -100,7 +102,7 @@ def export_archive(
     Raises
     ------
     InvalidArgumentError
-        For a wrong argument; nothing was touched.
+        For a wrong argument, or a namespace that is not there; nothing was touched.
     NotAStoreError, FormatVersionError, StoreError
         Where `root` cannot be read.
     EncryptionError
@@ -119,6 +121,7 @@ def export_archive(
         _refuse_inside(place, root)
         refuse_existing(place, overwrite=overwrite)
         check_parent(place.path)
+    check_namespaces(chosen.namespaces, (part.name.namespace for part in found.parts))
     report = ExportReport(place.text, codec.value, problems=found.problems, live=found.live, dry_run=dry_run)
     tokens: dict[bytes, NDArray[np.uint32]] = {}
     listed = _list(found.parts, chosen, tokens)
@@ -127,7 +130,7 @@ def export_archive(
             report.lose(reason, count)
         if dry_run and len(pages):
             report.add_part(PartFacts.of(part, len(pages), codec))
-    if dry_run:
+    if dry_run or not any(len(pages) for _, pages in listed):
         report.seconds = time.monotonic() - began_s
         return report
     job = {"root": str(Path(root).absolute()), "codec": codec.value, "version": 1, **chosen.as_dict()}
@@ -152,7 +155,7 @@ def export_archive(
 
 
 def _refuse_inside(place: Place, root: str | os.PathLike[str]) -> None:
-    if place.path.is_relative_to(Path(root).absolute()):
+    if place.path.is_relative_to(Path(root).resolve()):
         raise ArchiveExistsError(
             f"{place.text} lies inside the store; a root is for stores and nothing else."
         )

@@ -144,7 +144,7 @@ class ImportRun:
         if self._room is not None:
             chosen = choice.of(target, store, self._room.pages(target.identity))
         for units in units_of(target, self._tenants):
-            self._refuse(target, units.refused)
+            self._refuse_units(target, units)
             self._report.imported += len(self._wanted(target, store, units, chosen).keys)
         if self._room is not None:
             self._room.take(target.identity, self._report.imported - before)
@@ -156,7 +156,7 @@ class ImportRun:
         chosen = choice.of(target, store, room_pages(store))
         with Workers(1, self._threads, polite=False) as workers:
             for units in units_of(target, self._tenants):
-                self._refuse(target, units.refused)
+                self._refuse_units(target, units)
                 wanted = self._wanted(target, store, units, chosen)
                 for part in wanted.batches(batch):
                     while len(workers) >= _IN_FLIGHT * self._threads:
@@ -197,6 +197,14 @@ class ImportRun:
             self._report.nbytes += outcome.imported * target.shape.geometry.page_nbytes
             self._refuse(target, outcome.refused)
             self._step(target, outcome.pages)
+
+    def _refuse_units(self, target: Target, units: Units) -> None:
+        """Enter what makes no page; as one where that is all of a part, for one reason."""
+        reasons = {reason for _, reason in units.refused}
+        if target.rekeyed and not units.keys and len(reasons) == 1:
+            self._report.refuse(str(target), None, reasons.pop(), len(units.refused))
+        else:
+            self._refuse(target, units.refused)
 
     def _refuse(self, target: Target, refused: list[tuple[bytes, str]]) -> None:
         for key, reason in refused:

@@ -56,6 +56,12 @@ class Place:
         if isinstance(value, str) and _URL.match(text):
             return cls(Kind.OBJECTS, urlsplit(text)._replace(query="", fragment="").geturl(), Path(), text)
         path = Path(text).absolute()
+        if path.name in {"", ".."}:
+            raise InvalidArgumentError(f"an archive needs a name of its own, got {text!r}.")
+        try:
+            path = path.parent.resolve() / path.name  # what `..` leads to is the same however it is written
+        except (OSError, RuntimeError) as error:
+            raise ArchiveError(f"{text} cannot be found: {error}") from error
         return cls(Kind.ZIP if path.suffix.lower() == ".zip" else Kind.FOLDER, text, path)
 
 

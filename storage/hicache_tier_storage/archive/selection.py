@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.errors import InvalidArgumentError, not_known
 
 from .ranking import Ranking
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from numpy.typing import NDArray
 
     from .candidates import Candidates
@@ -80,6 +82,20 @@ class Selection:
             "max_nbytes": self.max_nbytes,
             "first": self.first,
         }
+
+
+def check_namespaces(wanted: Sequence[str], there: Iterable[str]) -> None:
+    """Refuse first digits that no namespace begins with.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Naming the namespaces that are there.
+    """
+    spaces = sorted({*there})
+    for start in wanted:
+        if not any(space.startswith(start) for space in spaces):
+            raise not_known("namespace", start, spaces or ["none is there"])
 
 
 def limit(

@@ -21,6 +21,7 @@ from .conversion import (
 from .convert import HeadRange, Shape
 from .errors import ArchiveError
 from .manifest import geometry_of
+from .selection import check_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,10 +107,13 @@ def plan_targets(
 
     Raises
     ------
+    InvalidArgumentError
+        Where no namespace begins with some of those digits.
     ArchiveError
         Where an identity does not hash to its namespace: the manifest lies.
     """
     plan = Plan()
+    check_namespaces(namespaces, (part.facts.name.namespace for part in archive.parts))
     spaces: dict[str, list[ArchivePart]] = {}
     for part in archive.parts:
         space = part.facts.name.namespace
