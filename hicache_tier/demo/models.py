@@ -129,7 +129,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     """Return the model's tokenizer, or bytes for a random model."""
     if source.kind is SourceKind.RANDOM:
         return ByteTokenizer(MAX_RANDOM_TOKENS)
-    transformers = _transformers()
+    transformers = import_transformers()
     tokenizer = transformers.AutoTokenizer.from_pretrained(**_origin(source))
     return cast("Tokenizer", tokenizer)
 
@@ -142,7 +142,7 @@ def load_model(source: ModelSource, device: torch.device) -> PreTrainedModel:
     """
     import torch
 
-    transformers = _transformers()
+    transformers = import_transformers()
     if source.kind is SourceKind.RANDOM:
         return random_llama(int(source.where)).to(device).eval()
     keeps_dtype = device.type != "cpu" and source.kind is not SourceKind.GGUF
@@ -167,7 +167,7 @@ def load_snapshot(folder: Path, device: torch.device) -> PreTrainedModel:
     """Read what `save_snapshot` wrote."""
     import torch
 
-    transformers = _transformers()
+    transformers = import_transformers()
     saved = torch.load(folder / "weights.pt", map_location=device, weights_only=True)
     config = transformers.AutoConfig.for_model(**saved["config"])
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -183,7 +183,8 @@ def _origin(source: ModelSource) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
 
 
-def _transformers() -> Any:  # noqa: ANN401 - an optional package without types
+def import_transformers() -> Any:  # noqa: ANN401 - an optional package without types
+    """Return the package `transformers`, or raise `EngineUnavailableError` that says how to get it."""
     try:
         import transformers
     except ImportError as error:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 from hicache_tier.errors import HiCacheTierError, InvalidArgumentError
 
 from .job import Job, Phase
-from .models import SourceKind, load_model, load_snapshot, load_tokenizer, quiet, save_snapshot
+from .models import (
+    SourceKind,
+    import_transformers,
+    load_model,
+    load_snapshot,
+    load_tokenizer,
+    quiet,
+    save_snapshot,
+)
 from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -52,8 +60,8 @@ class Worker:
         self.say("stage", text="importing torch and transformers")
         with self.watch.time("import_seconds"):
             import torch
-            import transformers
 
+            transformers = import_transformers()
             transformers.logging.set_verbosity_error()
             device = _device(self.job.options.device)
         phase = self.cold if self.job.phase is Phase.COLD else self.warm

@@ -13,8 +13,9 @@ from hicache_tier.demo.job import Job, Phase
 from hicache_tier.demo.models import ModelSource, SourceKind, find_model
 from hicache_tier.demo.options import DemoOptions, builtin_prompt
 from hicache_tier.demo.report import DemoReport
+from hicache_tier.demo.run import run_demo
 from hicache_tier.demo.toy import ByteTokenizer
-from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.errors import HiCacheTierError, InvalidArgumentError
 
 SOURCE = ModelSource(SourceKind.RANDOM, "2", "random-llama-2-layers", "seed 1", "made up")
 
@@ -65,6 +66,15 @@ def test_find_model(tmp_path, monkeypatch):
 def test_a_model_that_is_not_there_is_refused_before_anything_runs(model):
     with pytest.raises(InvalidArgumentError):
         find_model(model)
+
+
+def test_without_transformers_the_demo_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('No module named transformers')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(HiCacheTierError) as raised:
+        run_demo(DemoOptions(prompt="text", model="random:2", device="cpu"))
+    assert raised.value.kind == "engine_unavailable"
+    assert "pip install 'hicache-tier[demo]'" in str(raised.value)
 
 
 def test_byte_tokenizer():
