@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from hicache_tier.layout import Layout
@@ -80,6 +81,14 @@ class Configuration:
         return known | {"keys": KEYS}
 
 
+class Basis(StrEnum):
+    """Where a configuration came from."""
+
+    SAID = "said"
+    OPEN = "open"
+    NONE = "none"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One namespace of a root.
@@ -108,6 +117,13 @@ class Finding:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return {name: getattr(self, name) for name in self.__slots__} | {"readable": not self.why}
+
+
+def basis(configuration: Configuration, found: Sequence[Finding]) -> Basis:
+    """Return what `diagnose` compared with; `NONE` means that only what SGLang needs always was compared."""
+    if configuration.told:
+        return Basis.SAID
+    return Basis.OPEN if any(one.in_use for one in found) else Basis.NONE
 
 
 def diagnose(roots: Sequence[str], configuration: Configuration) -> list[Finding]:
@@ -169,10 +185,16 @@ def _stated(space: dict[str, Any]) -> dict[str, object]:
 def _differences(stated: dict[str, object], expected: dict[str, object]) -> list[str]:
     """Return what differs, in words; fields that either does not have are not compared."""
     return [
-        f"{name}: stored with {_said(name, stated[name])}, this configuration has {_said(name, value)}"
+        _difference(name, stated[name], value)
         for name, value in expected.items()
         if name in stated and stated[name] != value
     ]
+
+
+def _difference(name: str, stored: object, value: object) -> str:
+    if name == "keys" and value == KEYS:
+        return f"keys: made from Python ({stored}), not by SGLang, which looks for keys of its own"
+    return f"{name}: stored with {_said(name, stored)}, this configuration has {_said(name, value)}"
 
 
 def _said(name: str, value: object) -> str:
