@@ -393,7 +393,7 @@ def test_object_stores(shop, tmp_path):
         export_archive(root, url)
     export_archive(root, url, overwrite=True)
     assert keys_in(url) == {*keys}
-    assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file() and ".hct" in str(path)]
+    assert not [path for path in (tmp_path / "bucket").rglob("*") if ".hct" in str(path)]
     assert import_archive(url, tmp_path / "new").imported == 20
     assert shop.read(tmp_path / "new", keys) == shop.read(root, keys)
 
@@ -432,6 +432,22 @@ def test_faults_of_an_object_store_are_told(shop, tmp_path):
         out = np.zeros((20, shop.geometry.page_nbytes), np.uint8)
         with pytest.raises(ArchiveError, match="network is gone"):
             archive.parts[0].read_pages(np.arange(20), out)
+
+
+def test_faults_of_an_object_store_are_told_in_words(shop, tmp_path):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    root, _ = shop.fill()
+    (tmp_path / "file").write_text("")
+    url = (tmp_path / "file" / "bucket").as_uri()
+    told = []
+    with pytest.raises(ArchiveError) as told_of_export:
+        export_archive(root, url)
+    told.append(str(told_of_export.value))
+    with pytest.raises(ArchiveError) as told_of_import:
+        open_archive((tmp_path / "bucket").as_uri())
+    told.append(str(told_of_import.value))
+    for text in told:
+        assert "Debug source" not in text and "\n" not in text and "bucket" in text, text
 
 
 def test_a_full_disk_is_told_and_the_export_goes_on_later(shop, tmp_path, small_shards, monkeypatch):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .destination import JOB, MANIFEST, STATE, clear
 from .documents import ARCHIVE_FORMAT
 from .errors import ArchiveError, ArchiveExistsError
-from .places import object_store
+from .places import fault_text, object_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -100,4 +100,4 @@ class ObjectDestination:
             if isinstance(error, ArchiveError):
                 raise
             where = f"{self._place.text}, {name}" if name else self._place.text
-            raise ArchiveError(f"{where}: {error}") from error
+            raise ArchiveError(f"{where}: {fault_text(error)}") from error

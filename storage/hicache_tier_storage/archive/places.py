@@ -80,6 +80,11 @@ def check_parent(path: Path) -> None:
         raise ArchiveError(f"{path} cannot be made: {above} is not writable.")
 
 
+def fault_text(error: BaseException) -> str:
+    """Return what a fault of obstore says to people: not the dump of its inner error that follows."""
+    return " ".join(str(error).partition("Debug source:")[0].split())
+
+
 def object_store(place: Place, *, create: bool) -> Any:  # noqa: ANN401 - obstore's union of stores
     """Open an object store by its URL; credentials come from the environment, as obstore documents.
 
@@ -100,7 +105,7 @@ def object_store(place: Place, *, create: bool) -> Any:  # noqa: ANN401 - obstor
     try:
         parts = urlsplit(place.url)
         if parts.scheme == "file":
-            return LocalStore(parts.path, mkdir=create)
+            return LocalStore(parts.path, mkdir=create, automatic_cleanup=create)
         return from_url(place.url)
     except (BaseError, ValueError, OSError) as error:
-        raise ArchiveError(f"{place.text} cannot be opened: {error}") from error
+        raise ArchiveError(f"{place.text} cannot be opened: {fault_text(error)}") from error

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import ArchiveError, NotAnArchiveError
-from .places import Kind, Place, object_store
+from .places import Kind, Place, fault_text, object_store
 from .zip_reader import data_offset, read_directory
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class ObjectSource:
         try:
             return int(self._store.head(name)["size"])
         except self._faults as error:
-            raise UnreadableError(f"{name}: {error}") from error
+            raise UnreadableError(f"{name}: {fault_text(error)}") from error
 
     def read(self, name: str, offset: int, into: NDArray[Any]) -> None:
         """Fill a buffer by one ranged request."""
@@ -154,7 +154,7 @@ class ObjectSource:
         try:
             part = memoryview(self._store.get_range(name, start=offset, length=len(into)))
         except self._faults as error:
-            raise UnreadableError(f"{name}: {error}") from error
+            raise UnreadableError(f"{name}: {fault_text(error)}") from error
         if len(part) != len(into):
             raise UnreadableError(f"{name} is too short")
         into.data[:] = part
