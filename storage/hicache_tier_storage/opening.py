@@ -327,7 +327,7 @@ def _check_key(path: Path, way: _Way) -> None:
     if key is None:
         raise EncryptionError(
             f"{path} holds pages of this identity that are encrypted ({other.name}): name the key file they "
-            "were made with (encryption=...), or remove that folder to keep pages unencrypted."
+            "were made with (encryption=..., or --key-file), or remove that folder to keep pages unencrypted."
         )
     _LOG.warning(
         "%s holds pages of this identity that are not encrypted; they are not used: %s", path, other.name

@@ -134,3 +134,23 @@ def test_a_part_without_token_ids_is_refused_in_one_row(shop, tmp_path):
         report = told("import", tmp_path / "archive", tmp_path / "new", "--page-tokens", 32, *dry, code=1)
         assert report["refused"] == {"page_tokens": 20}
         assert [row["key"] for row in report["details"]] == ["all"]
+
+
+def test_what_is_encrypted_may_be_left_out(shop, tmp_path):
+    key = tmp_path / "key"
+    key.write_text("5a" * 32 + "\n")
+    key.chmod(0o600)
+    root, _ = shop.fill()
+    (plain,) = (path.name for path in root.iterdir() if path.is_dir())
+    shop.fill(encryption=key, model="another")
+    error = told("export", root, tmp_path / "archive", code=2)["error"]
+    assert (
+        error["message"].endswith(f"Or leave it out: --namespace {plain}.")
+        and "--key-file" in error["message"]
+    )
+    assert told("export", root, tmp_path / "archive", "--namespace", plain)["pages"] == 20
+    sealed, _ = shop.fill("sealed", encryption=key)
+    error = told("export", sealed, tmp_path / "other", code=2)["error"]
+    assert "leave it out" not in error["message"]
+    error = told("import", tmp_path / "archive", sealed, code=2)["error"]
+    assert error["kind"] == "encryption" and "--key-file" in error["message"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache_tier.errors import InvalidArgumentError, StoreError
+from hicache_tier.errors import EncryptionError, InvalidArgumentError, StoreError
 from hicache_tier_storage.encryption import EncryptionKey, match_key
 
 from .candidates import Candidates, key_names, list_pages
@@ -169,9 +169,7 @@ def _list(
     for part in parts:
         if not chosen.takes(part.name.namespace):
             continue
-        for source in part.partitions:
-            if source.facts.encrypted:
-                match_key(source.key, source.facts.key_check, part.name.namespace, source.paths.root)
+        _check_keys(part, parts)
         keys = chosen.keys
         if chosen.prompts is not None:
             known = keys_of_prompts(chosen.prompts, part.geometry.page_tokens, part.identity, chosen.tenants)
@@ -179,6 +177,23 @@ def _list(
             keys = frozenset(known) if keys is None else keys & known.keys()
         listed.append((part, list_pages(part, keys, chosen.rank_by)))
     return limit(chosen, listed)
+
+
+def _check_keys(part: PartSource, parts: list[PartSource]) -> None:
+    """Refuse a part whose pages are encrypted with a key that was not given."""
+    for source in part.partitions:
+        if not source.facts.encrypted:
+            continue
+        try:
+            match_key(source.key, source.facts.key_check, part.name.namespace, source.paths.root)
+        except EncryptionError as error:
+            others = {one.name.namespace: None for one in parts if _readable(one)}
+            names = " ".join(f"--namespace {space}" for space in others)
+            raise EncryptionError(f"{error} Or leave it out: {names}." if names else str(error)) from error
+
+
+def _readable(part: PartSource) -> bool:
+    return all(source.key is not None or not source.facts.encrypted for source in part.partitions)
 
 
 class _Export:
