@@ -25,6 +25,7 @@ _HEADS, _HEAD_DIM, _PAGE_TOKENS, _DTYPE = 8, 128, 16, "bfloat16"
 _LAYER_NBYTES = 2 * _HEADS * _HEAD_DIM * 2 * _PAGE_TOKENS
 _BATCH_NBYTES = 32 << 20
 RANKS = 8
+_LEAST_PAGES = 16  # the store that is written to while it is exported holds four times as many
 
 
 class ArchiveRig:
@@ -44,7 +45,12 @@ class ArchiveRig:
         layers, rest = divmod(page_nbytes, _LAYER_NBYTES)
         if rest or not layers:
             raise BenchError(f"page size {page_nbytes} is not a multiple of {_LAYER_NBYTES} bytes.")
-        self.pages = max(1, nbytes // page_nbytes)
+        self.pages = nbytes // page_nbytes
+        if self.pages < _LEAST_PAGES:
+            raise BenchError(
+                f"size {nbytes} holds {self.pages} pages of {page_nbytes} bytes; at least {_LEAST_PAGES}, "
+                f"{_LEAST_PAGES * page_nbytes} bytes, are needed. Raise --size or lower --page."
+            )
         self.page_nbytes = page_nbytes
         self.nbytes = self.pages * page_nbytes
         self._layers = layers

@@ -66,3 +66,9 @@ def test_wrong_bytes_are_noticed(tmp_path, monkeypatch):
         ArchiveRig(tmp_path, 1 << 20, 64 << 10)
     rig.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_sizes_of_too_few_pages_are_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(BenchError, match="at least 16"):
+        ArchiveRig(tmp_path, 1024, 64 << 10)
+    assert not [*tmp_path.iterdir()]
