@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hicache_tier.cli.output import json_option, print_json, progress
+from hicache_tier.layout import Layout
 
 _FINDING = 1
 _PEERS = ("file-a-page", "sglang-file")
@@ -43,7 +44,13 @@ class _Size(click.ParamType[int]):
 @click.option("--page-tokens", type=click.IntRange(1), default=16, show_default=True, help="Tokens a page.")
 @click.option("--pages-per-block", "pages_a_block", type=click.IntRange(1), default=1, show_default=True,
               help="Pages a block of 512 tokens stands for; 512 / page tokens is full size.")  # fmt: skip
-@click.option("--layout", default="page_first", show_default=True, help="Layout of the host pool.")
+@click.option(
+    "--layout",
+    default="page_first",
+    type=click.Choice([layout.value for layout in Layout]),
+    show_default=True,
+    help="Layout of the host pool.",
+)
 @click.option("--device", default="cpu", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--device-pages", type=click.IntRange(0), default=0, show_default=True,
               help="Pages that stay on the device between requests.")  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from hicache_tier.cli.output import json_option, print_json, progress
+from hicache_tier.layout import Layout
 
 from .peers import PEERS
 from .storage_cases import DEFAULT, SWEEP
@@ -29,7 +30,13 @@ _FINDING = 1
               help="Byte engine, or all that work.")  # fmt: skip
 @click.option("--peer", "peers", multiple=True, type=click.Choice([*PEERS, "all", "none"]),
               help="Measure it over the same pages.  [default: file-a-page, fio if installed]")  # fmt: skip
-@click.option("--layout", default="page_first", show_default=True, help="Layout of the host pool.")
+@click.option(
+    "--layout",
+    default="page_first",
+    type=click.Choice([layout.value for layout in Layout]),
+    show_default=True,
+    help="Layout of the host pool.",
+)
 @click.option(
     "--threads", "threads", multiple=True, type=click.IntRange(1), help="I/O threads.  [default: cores]"
 )

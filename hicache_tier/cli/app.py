@@ -18,6 +18,8 @@ import click
 from hicache_tier import __version__
 from hicache_tier.errors import HiCacheTierError
 
+from .near import NearGroup
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -61,7 +63,7 @@ def _fail(message: str, kind: str, args: Sequence[str] | None) -> NoReturn:
     sys.exit(USAGE)
 
 
-class App(click.Group):
+class App(NearGroup):
     """Group whose verbs live in modules of their own, each with an attribute `command`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -77,6 +79,17 @@ class App(click.Group):
             return None
         command = import_module(home).command
         return command if isinstance(command, click.Command) else None
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse what stands before the verb; `--json` is every verb's own."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name != "--json":
+                raise
+            raise click.UsageError(
+                "--json goes after the command, such as: hicache-tier inspect ROOT --json", ctx
+            ) from error
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
         """Run a verb; where nobody reads its output any more, end before click takes that for a failure."""

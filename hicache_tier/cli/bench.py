@@ -7,11 +7,13 @@ from importlib import import_module
 
 import click
 
+from .near import NearGroup
+
 _HOME = "hicache_tier.bench"
 _BENCHES = ("archive", "replay", "sglang", "storage", "transfer")
 
 
-class BenchGroup(click.Group):
+class BenchGroup(NearGroup):
     """Group of the benchmarks that this version has."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -12,6 +12,7 @@ import click
 
 from hicache_tier.demo.options import POLICIES, DemoOptions, builtin_prompt
 from hicache_tier.layout import Layout
+from hicache_tier.paths import AUTO, IO_BACKENDS
 
 from .app import FINDING
 from .output import json_option, print_json, show, size, stderr, table
@@ -37,7 +38,7 @@ LAYOUTS = [layout.value for layout in Layout]
 @click.option("--page-tokens", default=16, type=click.IntRange(min=1), show_default=True)
 @click.option("--root", type=click.Path(file_okay=False), help="Keep the store here. Default: temporary.")
 @click.option("--policy", default=POLICIES[0], type=click.Choice(POLICIES), show_default=True)
-@click.option("--io-backend", default="auto", show_default=True, help="auto, kernel or direct.")
+@click.option("--io-backend", default=AUTO, type=click.Choice(IO_BACKENDS), show_default=True)
 @click.option("--engine", default="auto", show_default=True, help="Byte engine of the store.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--prompt", help="Text to read. Default: a built-in text of about 1,460 tokens.")

@@ -79,6 +79,25 @@ def test_wrong_usage_is_2(invoke, arguments):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["imprt"], "No such command 'imprt'. Did you mean 'import'?"),
+        (["bench", "strage"], "No such command 'strage'. Did you mean 'storage'?"),
+        (["zzz"], "Allowed: bench, dashboard, demo"),
+        (["--json", "inspect"], "--json goes after the command"),
+        (["--nonsense"], "No such option"),
+        (["demo", "--io-backend", "kernal"], "'auto', 'kernel', 'direct'"),
+        (["bench", "storage", "--layout", "page"], "'layer_first', 'page_first'"),
+        (["bench", "replay", "--layout", "page"], "'layer_first', 'page_first'"),
+    ],
+)
+def test_what_was_meant_is_suggested(invoke, arguments, said):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
     ("error", "said"),
     [
         (InvalidArgumentError("layout 'x' is\n  not known."), "layout 'x' is not known."),
