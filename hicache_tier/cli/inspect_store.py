@@ -7,13 +7,15 @@ from typing import Any
 
 import click
 
+from hicache_tier.layout import Layout
+
 from .app import FINDING
-from .output import age, json_option, print_json, show, size, table
+from .output import age, count, json_option, print_json, show, show_records, size
 
 _COUNTS = ("rank", "writer", "pool", "state", ">pages", ">bytes", ">capacity", ">full")
 _CHAINS = ("created", "used", ">prefixes", ">longest", ">orphans")
 _FIRST = ("model", "revision", "adapter")
-_APART = ("pools", "parallel", "format", "version", "encryption")
+_APART = ("pools", "parallel", "format", "version", "encryption", "axis_order")
 
 
 @click.command("inspect", short_help="Show what a store holds.")
@@ -42,8 +44,8 @@ def _show(root: str, found: dict[str, Any], partitions: list[dict[str, Any]]) ->
     for namespace in found["namespaces"]:
         _show_namespace(namespace)
     pages, nbytes = sum(p["pages"] for p in partitions), sum(p["bytes"] for p in partitions)
-    count = len(found["namespaces"])
-    show(f"{count} namespace{'s' * (count != 1)}, {pages} pages, {size(nbytes)} in {root}")
+    spaces = count(len(found["namespaces"]), "namespace")
+    show(f"{spaces}, {count(pages, 'page')}, {size(nbytes)} in {root}")
     for path in found.get("foreign", []):
         show(f"not the store's: {path}")
 
@@ -55,7 +57,7 @@ def _show_namespace(namespace: dict[str, Any]) -> None:
     for name, value in _lines(namespace["identity"]):
         show(Text.assemble((f"{name:<16}", "dim"), value))
     columns = (*_COUNTS, *_CHAINS)
-    show(table(None, columns, (_row(partition) for partition in namespace["partitions"])))
+    show_records(columns, [_row(partition) for partition in namespace["partitions"]])
     damage = [*namespace.get("damage", [])]
     for partition in namespace["partitions"]:
         place = f"{partition['rank']}-w{partition['writer']}/{partition['pool']}"
@@ -69,12 +71,19 @@ def _lines(identity: dict[str, Any]) -> list[tuple[str, str]]:
     names = [*_FIRST, *(name for name in identity if name not in _FIRST + _APART)]
     unset: tuple[object, ...] = (None, "", [], {})
     lines = [(n.replace("_", " "), str(identity[n])) for n in names if identity.get(n) not in unset]
+    if identity.get("axis_order"):
+        lines.append(("layout", _layouts(identity["axis_order"])))
     if identity.get("parallel"):
         lines.append(("parallel", ", ".join(f"{k} {v}" for k, v in identity["parallel"].items())))
     if identity.get("encryption"):
         lines.append(("encryption", str(identity["encryption"].get("algorithm"))))
     lines += [(f"{name} page", _geometry(pool)) for name, pool in identity.get("pools", {}).items()]
     return lines
+
+
+def _layouts(axes: str) -> str:
+    """Name the layouts whose pages have this order of axes."""
+    return " or ".join(layout.value for layout in Layout if layout.page_axes == axes) or f"axes {axes}"
 
 
 def _geometry(geometry: dict[str, Any]) -> str:
@@ -101,7 +110,7 @@ def _row(partition: dict[str, Any]) -> tuple[object, ...]:
         _ago(partition.get("oldest_created"), partition.get("newest_created")),
         _ago(partition.get("newest_accessed"), None),
         chains.get("leaves", "-"),
-        f"{chains['longest']} pages" if chains.get("longest") else "-",
+        count(chains["longest"], "page") if chains.get("longest") else "-",
         chains.get("orphans", "-"),
     )
 

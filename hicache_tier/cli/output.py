@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+_UNBOUNDED = 10_000
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text for people.")
 
 
@@ -24,10 +27,11 @@ def print_json(data: object) -> None:
 
 
 def stdout() -> Console:
-    """Console for results; no wrapping below 100 columns where stdout is not a terminal."""
+    """Console for results; of 160 columns where stdout is not a terminal and COLUMNS does not say."""
     from .console import ResultConsole
 
-    return ResultConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
+    said = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return ResultConsole(file=sys.stdout, width=None if said else 160, highlight=False)
 
 
 def stderr() -> Console:
@@ -56,6 +60,23 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[obj
     for row in rows:
         result.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return result
+
+
+def show_records(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows as a table where it is no wider than the console, and otherwise a block of lines a row."""
+    from rich.text import Text
+
+    whole = table(None, columns, rows)
+    console = stdout()
+    if console.measure(whole, options=console.options.update(width=_UNBOUNDED)).maximum <= console.width:
+        console.print(whole)
+        return
+    names = [name.removeprefix(">") for name in columns]
+    for row in rows:
+        console.print()
+        for name, cell in zip(names, row, strict=True):
+            console.print(Text.assemble((f"  {name:<14}", "dim"), str(cell)))
+    console.print()
 
 
 def mark(ok: bool) -> Any:  # noqa: ANN401 - rich is imported lazily

@@ -148,6 +148,13 @@ def test_a_full_disk_is_one_line(form):
     assert run.stderr == "hicache-tier: [Errno 28] No space left on device\n"
 
 
+def test_a_closed_stdout_is_no_error():
+    run = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *COMMAND, "paths"], stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_ctrl_c_on_a_real_process(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", SLEEPER],

@@ -66,6 +66,30 @@ def test_inspect(invoke, store):
         assert text in shown
 
 
+def test_inspect_names_the_layout(invoke, tmp_path, store):
+    shown = invoke("inspect", store).stdout
+    assert "layout          page_first\n" in shown
+    assert "axis" not in shown
+    with open_store(tmp_path / "lthd", GEOMETRY, "layer_first", model="m", capacity_bytes="8 MiB"):
+        pass
+    assert "layer_first or page_first_direct" in invoke("inspect", tmp_path / "lthd").stdout
+    assert "1 namespace, 1 page, " in invoke("inspect", fill(tmp_path / "one", count=1)).stdout
+
+
+def test_inspect_fits_the_columns_that_there_are(invoke, store):
+    wide = invoke("inspect", store, env={"COLUMNS": "200"}).stdout
+    narrow = invoke("inspect", store, env={"COLUMNS": "80"}).stdout
+    names = ("rank", "writer", "pool", "state", "pages", "capacity", "created", "prefixes", "orphans")
+    (heads,) = [line.split() for line in wide.splitlines() if line.strip().startswith("rank")]
+    assert set(names) < set(heads)
+    lines = dict(line.split(maxsplit=1) for line in narrow.splitlines() if line.startswith("  "))
+    assert set(names) < set(lines)
+    assert (lines["pages"], lines["rank"], lines["state"]) == ("12", "tp0of1-pp0of1-cp0of1", "closed")
+    assert max(map(len, narrow.splitlines()[:-1])) <= 80
+    default = invoke("inspect", store, env={"COLUMNS": None}).stdout
+    assert "rank" in default.split()
+
+
 def test_verify_good_and_damaged(invoke, store):
     result = invoke("verify", store, "--json")
     assert result.exit_code == 0, result.stdout
