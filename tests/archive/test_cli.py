@@ -149,6 +149,13 @@ def test_what_is_encrypted_may_be_left_out(shop, tmp_path):
         and "--key-file" in error["message"]
     )
     assert told("export", root, tmp_path / "archive", "--namespace", plain)["pages"] == 20
+    wrong = tmp_path / "wrong"
+    wrong.write_text("a5" * 32 + "\n")
+    wrong.chmod(0o600)
+    error = told("export", root, tmp_path / "third", "--key-file", wrong, code=2)["error"]
+    assert "another key" in error["message"] and error["message"].endswith(f"--namespace {plain}.")
+    narrowed = ("--namespace", plain, "--key-file", wrong, "--overwrite")
+    assert told("export", root, tmp_path / "archive", *narrowed)["pages"] == 20
     sealed, _ = shop.fill("sealed", encryption=key)
     error = told("export", sealed, tmp_path / "other", code=2)["error"]
     assert "leave it out" not in error["message"]

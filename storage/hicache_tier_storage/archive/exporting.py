@@ -181,19 +181,26 @@ def _list(
 
 def _check_keys(part: PartSource, parts: list[PartSource]) -> None:
     """Refuse a part whose pages are encrypted with a key that was not given."""
-    for source in part.partitions:
-        if not source.facts.encrypted:
-            continue
-        try:
-            match_key(source.key, source.facts.key_check, part.name.namespace, source.paths.root)
-        except EncryptionError as error:
-            others = {one.name.namespace: None for one in parts if _readable(one)}
-            names = " ".join(f"--namespace {space}" for space in others)
-            raise EncryptionError(f"{error} Or leave it out: {names}." if names else str(error)) from error
+    try:
+        _match_keys(part)
+    except EncryptionError as error:
+        others = dict.fromkeys(one.name.namespace for one in parts if _readable(one))
+        names = " ".join(f"--namespace {space}" for space in others)
+        raise EncryptionError(f"{error} Or leave it out: {names}." if names else str(error)) from error
 
 
 def _readable(part: PartSource) -> bool:
-    return all(source.key is not None or not source.facts.encrypted for source in part.partitions)
+    try:
+        _match_keys(part)
+    except EncryptionError:
+        return False
+    return True
+
+
+def _match_keys(part: PartSource) -> None:
+    for source in part.partitions:
+        if source.facts.encrypted:
+            match_key(source.key, source.facts.key_check, part.name.namespace, source.paths.root)
 
 
 class _Export:

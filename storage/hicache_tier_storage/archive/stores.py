@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hicache_tier.errors import EncryptionError, FormatVersionError, StoreError
+from hicache_tier.errors import FormatVersionError, StoreError
 from hicache_tier.geometry import KVGeometry
 from hicache_tier_storage.capacity import PARTITION_NAME
 from hicache_tier_storage.documents import read_state
-from hicache_tier_storage.encryption import match_key
 from hicache_tier_storage.inside import PARTITION_FILE
 from hicache_tier_storage.liveness import live_writers
 from hicache_tier_storage.metadata import read_attributes
@@ -40,7 +39,7 @@ class PartitionSource:
     suspect : bool
         Whether power loss may have touched it: its pages without a checksum are not served, nor exported.
     key : EncryptionKey or None
-        Where its pages are encrypted.
+        The one given, where its pages are encrypted; whether it is theirs is not checked yet.
     """
 
     paths: PartitionPaths
@@ -87,8 +86,6 @@ def store_parts(root: str | os.PathLike[str], key: EncryptionKey | None = None) 
     ------
     NotAStoreError, FormatVersionError, StoreError
         Where `root` is no store, of a later version, or cannot be read.
-    EncryptionError
-        Where pages are encrypted with another key than the one given.
     """
     found = survey(root)
     live = live_writers(found.root, found.partitions)
@@ -101,7 +98,7 @@ def store_parts(root: str | os.PathLike[str], key: EncryptionKey | None = None) 
         for paths in space.partitions:
             try:
                 _add(parts, space, paths, key)
-            except (FormatVersionError, EncryptionError):
+            except FormatVersionError:
                 raise
             except StoreError as error:
                 problems.append(f"{paths.root.relative_to(found.root)}: {error}")
@@ -115,8 +112,6 @@ def _add(
     if not (paths.root / "zarr.json").exists() and not paths.slab_numbers():
         return  # being created, or left by a kill before it held anything
     facts = PartitionFacts.read(paths)
-    if facts.encrypted and key is not None:
-        match_key(key, facts.key_check, space.name, paths.root)
     match = PARTITION_NAME.fullmatch(paths.root.parent.name)
     name = PartName(space.name, match[1] if match else facts.rank, paths.root.name)
     told = space.identity.get("pools", {}).get(name.pool)
