@@ -15,7 +15,7 @@ from hicache_tier.layout import Layout
 from hicache_tier.paths import AUTO, IO_BACKENDS
 
 from .app import FINDING
-from .output import json_option, print_json, show, size, stderr, table
+from .output import count, json_option, print_json, show, size, stderr, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -132,7 +132,8 @@ def _show(report: DemoReport) -> None:
     show(Text.assemble(("pages   ", "dim"), f"{page}, {report.layout}"))
     show(
         Text.assemble(
-            ("prompt  ", "dim"), f"{cold['prompt_tokens']} tokens, {cold['pages_full']} full pages"
+            ("prompt  ", "dim"),
+            f"{count(cold['prompt_tokens'], 'token')}, {count(cold['pages_full'], 'full page')}",
         ),
         "",
     )
@@ -144,22 +145,23 @@ def _show(report: DemoReport) -> None:
 def _stages(report: DemoReport) -> list[str]:
     cold, warm = report.cold, report.warm
     moved, stored = size(cold["pages_held"] * cold["page_nbytes"]), size(cold["bytes"])
+    held = count(cold["pages_held"], "page")
     lines = [
         f"process {cold['pid']} loaded the model in {cold['model_load_seconds']:.1f} s",
         f"it read {cold['prompt_tokens']} tokens without a cache, and wrote on",
-        f"device pool -> host pool: {cold['pages_held']} pages, {moved} in {cold['backup_seconds']:.3f} s",
-        f"host pool -> store: {cold['pages']} pages, {stored} in {cold['put_seconds']:.3f} s",
-        f"process {warm['pid']}, started afresh, found {warm['pages_matched']} pages by their keys",
+        f"device pool -> host pool: {held}, {moved} in {cold['backup_seconds']:.3f} s",
+        f"host pool -> store: {count(cold['pages'], 'page')}, {stored} in {cold['put_seconds']:.3f} s",
+        f"process {warm['pid']}, started afresh, found {count(warm['pages_matched'], 'page')} by their keys",
     ]
     if warm["pages_loaded"]:
         up = size(warm["bytes_loaded"])
         lines += [
-            f"store -> host pool: {warm['pages_loaded']} pages, {up} in {warm['get_seconds']:.3f} s",
+            f"store -> host pool: {count(warm['pages_loaded'], 'page')}, {up} in {warm['get_seconds']:.3f} s",
             f"host pool -> device pool: {up} in {warm['load_seconds']:.3f} s",
             f"device pool -> the model's own cache: in {warm['rebuild_seconds']:.3f} s",
         ]
     left = cold["prompt_tokens"] - warm["run"]["cached_tokens"]
-    lines.append(f"it read the {left} tokens that were left, and wrote on")
+    lines.append(f"it read the {count(left, 'token')} left, and wrote on")
     return lines
 
 
@@ -199,7 +201,7 @@ def _verdict(report: DemoReport) -> Text:
         return Text.assemble("tokens equal, but ", ("the bytes of the KV cache DIFFER", "bold red"))
     if report.pages_missing:
         why = {name: report.warm["tier"].get(name) for name in ("misses", "prefetch", "reads")}
-        missing = (f"{report.pages_missing} pages did NOT come from the store", "bold red")
+        missing = (f"{count(report.pages_missing, 'page')} did NOT come from the store", "bold red")
         return Text.assemble("tokens equal, but ", missing, f"; what the tier counted: {why}")
     saved = report.cold_seconds / report.warm_seconds
     gain = f"{saved:.1f} times faster" if saved >= 1 else f"{1 / saved:.1f} times SLOWER"

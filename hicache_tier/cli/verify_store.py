@@ -11,9 +11,9 @@ from .key import key_option
 from .output import count, json_option, print_json, progress, show, table
 
 _REMARKS = {
-    "prefix_loss": "sound pages that no prefix leads to any more, because of the damaged ones",
-    "unfinished": "slots in the middle of a write, which no reader takes for pages",
-    "changed": "pages that changed while they were looked at",
+    "prefix_loss": ("sound page", "to which no prefix leads any more, because of the damaged ones"),
+    "unfinished": ("slot", "in the middle of a write, which no reader takes for a page"),
+    "changed": ("page", "changed while being looked at"),
 }
 
 
@@ -72,6 +72,6 @@ def _show(root: str, found: dict[str, Any], locked: int) -> None:
         show(f"{locked} not verified: encrypted, and --key-file was not given")
     if unverified > locked:
         show(f"{unverified - locked} not verified: stored without a checksum")
-    for name, remark in _REMARKS.items():
+    for name, (noun, remark) in _REMARKS.items():
         if found.get(name):
-            show(f"{found[name]} {remark}")
+            show(f"{count(found[name], noun)} {remark}")

@@ -137,6 +137,15 @@ def test_verify_says_good_only_of_what_it_verified(invoke, tmp_path):
     assert "1 page of" in invoke("verify", fill(tmp_path / "one", count=1)).stdout
 
 
+@pytest.mark.parametrize(("number", "noun"), [(1, "sound page"), (2, "sound pages")])
+def test_verify_counts_in_words(invoke, store, monkeypatch, number, noun):
+    from hicache_tier_storage import inspection
+
+    found = {"pages": 12, "damaged": 1, "unverifiable": 0, "partitions": [], "prefix_loss": number}
+    monkeypatch.setattr(inspection, "verify_root", lambda *_, **__: found)
+    assert f"{number} {noun} to which" in invoke("verify", store).stdout
+
+
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
 def test_what_is_not_a_store_is_one_line(invoke, tmp_path, verb):
     (tmp_path / "letter.txt").write_text("dear")
