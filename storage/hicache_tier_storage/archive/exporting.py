@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache_tier.errors import EncryptionError, InvalidArgumentError, StoreError
-from hicache_tier_storage.encryption import EncryptionKey, match_key
+from hicache_tier.errors import InvalidArgumentError, StoreError
+from hicache_tier_storage.encryption import EncryptionKey
 
 from .candidates import Candidates, key_names, list_pages
 from .codecs import Codec
@@ -28,7 +28,7 @@ from .prompts import keys_of_prompts
 from .published import PublishedShards
 from .selection import Selection, check_namespaces, limit
 from .shard import Draft, merged
-from .stores import store_parts
+from .stores import check_keys, store_parts
 
 if TYPE_CHECKING:
     import os
@@ -169,7 +169,7 @@ def _list(
     for part in parts:
         if not chosen.takes(part.name.namespace):
             continue
-        _check_keys(part, parts)
+        check_keys(part, parts)
         keys = chosen.keys
         if chosen.prompts is not None:
             known = keys_of_prompts(chosen.prompts, part.geometry.page_tokens, part.identity, chosen.tenants)
@@ -177,30 +177,6 @@ def _list(
             keys = frozenset(known) if keys is None else keys & known.keys()
         listed.append((part, list_pages(part, keys, chosen.rank_by)))
     return limit(chosen, listed)
-
-
-def _check_keys(part: PartSource, parts: list[PartSource]) -> None:
-    """Refuse a part whose pages are encrypted with a key that was not given."""
-    try:
-        _match_keys(part)
-    except EncryptionError as error:
-        others = dict.fromkeys(one.name.namespace for one in parts if _readable(one))
-        names = " ".join(f"--namespace {space}" for space in others)
-        raise EncryptionError(f"{error} Or leave it out: {names}." if names else str(error)) from error
-
-
-def _readable(part: PartSource) -> bool:
-    try:
-        _match_keys(part)
-    except EncryptionError:
-        return False
-    return True
-
-
-def _match_keys(part: PartSource) -> None:
-    for source in part.partitions:
-        if source.facts.encrypted:
-            match_key(source.key, source.facts.key_check, part.name.namespace, source.paths.root)
 
 
 class _Export:

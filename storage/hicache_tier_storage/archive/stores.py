@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hicache_tier.errors import FormatVersionError, StoreError
+from hicache_tier.errors import EncryptionError, FormatVersionError, StoreError
 from hicache_tier.geometry import KVGeometry
 from hicache_tier_storage.capacity import PARTITION_NAME
 from hicache_tier_storage.documents import read_state
+from hicache_tier_storage.encryption import match_key
 from hicache_tier_storage.inside import PARTITION_FILE
 from hicache_tier_storage.liveness import live_writers
 from hicache_tier_storage.metadata import read_attributes
@@ -124,3 +125,33 @@ def _add(
     suspect = state is None or bool(problem) or not (state.clean or state.boot_id == boot_id())
     part = parts.setdefault(name, PartSource(name, facts.geometry, layout_of(order), space.identity))
     part.partitions.append(PartitionSource(paths, facts, suspect, key if facts.encrypted else None))
+
+
+def check_keys(part: PartSource, parts: list[PartSource]) -> None:
+    """Refuse a part whose pages are encrypted with a key that was not given.
+
+    Raises
+    ------
+    EncryptionError
+        Naming those of `parts` that can be read.
+    """
+    try:
+        _match_keys(part)
+    except EncryptionError as error:
+        others = dict.fromkeys(one.name.namespace for one in parts if _readable(one))
+        names = " ".join(f"--namespace {space}" for space in others)
+        raise EncryptionError(f"{error} Or leave it out: {names}." if names else str(error)) from error
+
+
+def _readable(part: PartSource) -> bool:
+    try:
+        _match_keys(part)
+    except EncryptionError:
+        return False
+    return True
+
+
+def _match_keys(part: PartSource) -> None:
+    for source in part.partitions:
+        if source.facts.encrypted:
+            match_key(source.key, source.facts.key_check, part.name.namespace, source.paths.root)
