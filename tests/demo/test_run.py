@@ -72,7 +72,6 @@ def test_a_second_run_over_the_same_root_finds_the_pages_there(kept, demo):
     [
         (("--prompt", "short"), "more than one page"),
         (("--device", "warp:9"), "device 'warp:9' cannot be used"),
-        (("--io-backend", "direkt"), "Did you mean 'direct'"),
         (("--io-backend", "direct"), "does not support page_first layout"),
     ],
 )

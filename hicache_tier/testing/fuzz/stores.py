@@ -17,7 +17,7 @@ from hicache_tier_storage.inspection import inspect_root, verify_root
 from .target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _EDIT = struct.Struct("<BBIQ")  # file, what to do, where, with what
@@ -71,22 +71,39 @@ def _reader(key: EncryptionKey | None) -> Callable[[bytes, Path], None]:
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(_made(folder, key), root)
         _damage(root, data)
-        logging.getLogger("hicache_tier_storage").setLevel(logging.CRITICAL)
-        keys = keys_of("fuzz", _COUNT)
-        for look in (inspect_root, lambda place: verify_root(place, encryption=key)):
-            with contextlib.suppress(StoreError):
-                look(root)
-        for read_only in (True, False):
-            rig = StoreRig(root)
-            with contextlib.suppress(StoreError):
-                store = rig.open(encryption=key, read_only=read_only)
-                rig.get(store, keys)  # which compares every byte of what is said to be loaded
-                if not read_only:
-                    assert set(rig.put(store, keys)) <= {"stored", "already_stored"}
-                    assert set(rig.get(store, keys)) == {"loaded"}
-            rig.close()
+        with _quiet():
+            _look_at(root, key)
 
     return read
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what damage makes a store say out of the log."""
+    log = logging.getLogger("hicache_tier_storage")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _look_at(root: Path, key: EncryptionKey | None) -> None:
+    """Inspect, verify, read and repair a store, whatever it is like."""
+    keys = keys_of("fuzz", _COUNT)
+    for look in (inspect_root, lambda place: verify_root(place, encryption=key)):
+        with contextlib.suppress(StoreError):
+            look(root)
+    for read_only in (True, False):
+        rig = StoreRig(root)
+        with contextlib.suppress(StoreError):
+            store = rig.open(encryption=key, read_only=read_only)
+            rig.get(store, keys)  # which compares every byte of what is said to be loaded
+            if not read_only:
+                assert set(rig.put(store, keys)) <= {"stored", "already_stored"}
+                assert set(rig.get(store, keys)) == {"loaded"}
+        rig.close()
 
 
 TARGETS = (
