@@ -9,11 +9,10 @@ Axes: `p` page, `l` layer, `t` token (row of a page), `h` head, `d` dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .errors import not_known
+from .named import Named
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,7 +62,7 @@ class Fragment:
     nbytes: int
 
 
-class Layout(Enum):
+class Layout(Named):
     """How a host pool and a stored page order their axes."""
 
     LAYER_FIRST = "layer_first"
@@ -72,14 +71,13 @@ class Layout(Enum):
     PAGE_HEAD = "page_head"
 
     @classmethod
-    def parse(cls, value: object) -> Layout:
-        """Take a `Layout` or its name; anything else raises `InvalidArgumentError` with the nearest name."""
-        if isinstance(value, cls):
-            return value
-        allowed = [member.value for member in cls]
-        if value in allowed:
-            return cls(value)
-        raise not_known("layout", value, allowed)
+    def _noun(cls) -> str:
+        return "layout"
+
+    @classmethod
+    def with_page_axes(cls, axes: object) -> list[Layout]:
+        """Return the layouts whose stored pages have this order of axes."""
+        return [layout for layout in cls if layout.page_axes == axes]
 
     @property
     def host_axes(self) -> str:

@@ -83,7 +83,7 @@ def _lines(identity: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _layouts(axes: str) -> str:
     """Name the layouts whose pages have this order of axes."""
-    return " or ".join(layout.value for layout in Layout if layout.page_axes == axes) or f"axes {axes}"
+    return " or ".join(layout.value for layout in Layout.with_page_axes(axes)) or f"axes {axes}"
 
 
 def _geometry(geometry: dict[str, Any]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from enum import Enum
 from math import isfinite
 from typing import TYPE_CHECKING, Self, TypedDict
 
-from hicache_tier.errors import InvalidArgumentError, not_known
+from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.geometry import positive
+from hicache_tier.named import Named
 
 if TYPE_CHECKING:
     from hicache_tier.host_pool import HostPool
@@ -17,31 +17,19 @@ if TYPE_CHECKING:
     from .store import StoreLike
 
 
-class _Named(Enum):
-    @classmethod
-    def parse(cls, value: object) -> Self:
-        """Take a member or its name; anything else raises `InvalidArgumentError` with the nearest name."""
-        if isinstance(value, cls):
-            return value
-        allowed = [member.value for member in cls]
-        if value in allowed:
-            return cls(value)
-        raise not_known(cls._noun(), value, allowed)
-
-    @classmethod
-    def _noun(cls) -> str:
-        return "policy"
-
-
-class WritePolicy(_Named):
+class WritePolicy(Named):
     """When a page of the host tier is written to the store."""
 
     WRITE_THROUGH = "write_through"
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
     WRITE_BACK = "write_back"
 
+    @classmethod
+    def _noun(cls) -> str:
+        return "policy"
 
-class PrefetchPolicy(_Named):
+
+class PrefetchPolicy(Named):
     """How long `Prefetch.wait` waits for pages that are still coming."""
 
     BEST_EFFORT = "best_effort"

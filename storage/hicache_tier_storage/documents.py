@@ -45,7 +45,7 @@ def read_state(paths: PartitionPaths, facts: PartitionFacts) -> tuple[StateBlock
 
 def document_problems(paths: PartitionPaths, facts: PartitionFacts, axis_order: object) -> list[str]:
     """Say which `zarr.json` of the partition's arrays does not describe its files."""
-    layout = next((item for item in Layout if item.page_axes == axis_order), None)
+    layout = next(iter(Layout.with_page_axes(axis_order)), None)
     if layout is None:
         return [f"zarr.json: axis order {axis_order!r} is not known"]
     found: dict[str, dict[str, Any] | None] = {}

@@ -201,7 +201,7 @@ def _said(name: str, value: object) -> str:
     if value is None:
         return "none"
     if name == "axis order":
-        layouts = [layout.value for layout in Layout if layout.page_axes == value]
+        layouts = [layout.value for layout in Layout.with_page_axes(value)]
         return f"{value} ({' or '.join(layouts)})" if layouts else str(value)
     return json.dumps(value, sort_keys=True) if isinstance(value, dict) else str(value)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import struct
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from hicache_tier.errors import not_known
+from hicache_tier.named import Named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +21,7 @@ class PageDamagedError(Exception):
     """The coded bytes of a page are not what its codec writes."""
 
 
-class Codec(Enum):
+class Codec(Named):
     """Codecs of an archive; each value is the name that a user gives."""
 
     NONE = "none"
@@ -31,14 +30,8 @@ class Codec(Enum):
     ZSTD = "zstd"
 
     @classmethod
-    def parse(cls, value: object) -> Codec:
-        """Take a `Codec` or its name; anything else raises `InvalidArgumentError` with the nearest name."""
-        if isinstance(value, cls):
-            return value
-        allowed = [member.value for member in cls]
-        if value in allowed:
-            return cls(value)
-        raise not_known("codec", value, allowed)
+    def _noun(cls) -> str:
+        return "codec"
 
     def documents(self, itemsize: int) -> list[dict[str, Any]]:
         """Codecs of the inner chunks as Zarr metadata states them."""
