@@ -386,7 +386,7 @@ def test_the_flags_at_start(tmp_path, context):
 
 
 RANK = """
-import json, sys
+import json, sys, time
 from hicache_tier.testing.sglang_cpu import ServerContext
 from hicache_tier.testing.sglang_linker_rig import LinkedCaches, linker_config
 from hicache_tier.testing.sglang_rig import prompt
@@ -397,6 +397,10 @@ for kind in ("mha", "mla"):
     caches = LinkedCaches(context, linker_config(root), kind)
     caches.compute(tokens)
     caches.forget()
+    for _ in range(100):  # lookups do not wait for what another rank wrote; ranks agree on each answer
+        if caches.found(tokens) == len(tokens):
+            break
+        time.sleep(0.05)
     assert caches.load(tokens) == len(tokens), "load"
     answer[kind] = caches.linker.tally.reasons["set", "stored"]
     caches.forget()
