@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+import numpy as np
+
 from .lease import Lease
+from .leased_device import LeasedDevice
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from numpy.typing import ArrayLike, NDArray
 
+    from hicache_tier.device_pool import DevicePool
     from hicache_tier.geometry import KVGeometry
     from hicache_tier.layout import Layout
 
@@ -64,16 +69,17 @@ class Abandonable:
 
     Attributes
     ----------
-    pool
+    pool, pages
         What the call is given.
-    here : bool
-        Whether the call is to be made on the caller's thread.
     """
 
-    here = False
-
-    def __init__(self, pool: Pool | None = None) -> None:
+    def __init__(self, pool: Pool | None = None, pages: ArrayLike = ()) -> None:
         self.pool = cast("Pool", pool)
+        self.pages = pages
+
+    def around(self) -> AbstractContextManager[object]:
+        """Return what the call is made in, on the thread that makes it."""
+        return nullcontext()
 
     def abandon(self) -> None:
         """Take care that the memory is the caller's from now on."""
@@ -82,38 +88,57 @@ class Abandonable:
         """Take note that the abandoned call has returned."""
 
 
-class OnDevice(Abandonable):
-    """Pages of a device pool: their calls follow the stream of the caller's thread."""
-
-    here = True
-
-
 class Held(Abandonable):
     """Pages of a pool that keeps them back itself: a read needs no copy."""
 
-    def __init__(self, pool: Any, pages: ArrayLike) -> None:  # noqa: ANN401 - both `HostPages` and `Holding`
-        super().__init__(pool)
-        self._pages = pages
-
     def abandon(self) -> None:
         """Have the pool keep the pages back."""
-        cast("Holding", self.pool).hold(self._pages)
+        cast("Holding", self.pool).hold(self.pages)
 
     def returned(self) -> None:
         """Have the pool give the pages out again."""
-        cast("Holding", self.pool).let_go(self._pages)
+        cast("Holding", self.pool).let_go(self.pages)
 
 
 class Leased(Abandonable):
     """Pages under a lease, which ends when the call is left."""
 
-    def __init__(self, pool: HostPages) -> None:
-        self._view = LeasedPool(pool)
-        super().__init__(self._view)
+    def __init__(self, pool: HostPages, pages: ArrayLike) -> None:
+        view = LeasedPool(pool)
+        super().__init__(view, pages)
+        self._lease = view.lease
 
     def abandon(self) -> None:
         """End the lease."""
-        self._view.lease.end()
+        self._lease.end()
+
+
+class OnDevice(Abandonable):
+    """Pages of a device pool, under a lease: they are touched after what the caller's stream has been given.
+
+    Parameters
+    ----------
+    pool : DevicePool
+    pages : page numbers
+    lease : Lease, optional
+        The caller's own, which is the caller's to end.
+    """
+
+    def __init__(self, pool: DevicePool, pages: ArrayLike, lease: Lease | None = None) -> None:
+        from .staging import aside, given_so_far  # here, because it needs torch
+
+        self._device, self._aside = pool.device, aside
+        self._own = Lease() if lease is None else None
+        super().__init__(LeasedDevice(pool, lease or self._own, given_so_far(pool.device)), pages)
+
+    def around(self) -> AbstractContextManager[object]:
+        """Have no other work of the device be followed."""
+        return self._aside(self._device)
+
+    def abandon(self) -> None:
+        """End the lease."""
+        if self._own is not None:
+            self._own.end()
 
 
 def abandonable(pool: Pool, pages: ArrayLike, *, write: bool) -> Abandonable:
@@ -121,16 +146,34 @@ def abandonable(pool: Pool, pages: ArrayLike, *, write: bool) -> Abandonable:
 
     Parameters
     ----------
-    pool : HostPages or DevicePool
+    pool : HostPages, DevicePool or LeasedDevice
         One with a lease of its own is its caller's business.
     pages : page numbers
+        Copied: what the caller does with them once it has left changes nothing.
     write : bool
         Whether pages go to storage: then nothing lands in memory, and a lease costs no copy.
     """
+    numbers = _copy(pages)
     if not hasattr(pool, "segment_table"):
-        return OnDevice(pool)
+        return _on_device(pool, numbers)
     if getattr(pool, "lease", None) is not None:
-        return Abandonable(pool)
+        return Abandonable(pool, numbers)
     if not write and isinstance(pool, Holding):
-        return Held(pool, pages)
-    return Leased(cast("HostPages", pool))
+        return Held(pool, numbers)
+    return Leased(cast("HostPages", pool), numbers)
+
+
+def _on_device(pool: Any, pages: ArrayLike) -> Abandonable:  # noqa: ANN401 - whatever was given as a pool
+    from hicache_tier.device_pool import DevicePool  # here, because it needs torch
+
+    if isinstance(pool, LeasedDevice):
+        return OnDevice(pool.pool, pages, pool.lease)
+    return OnDevice(pool, pages) if isinstance(pool, DevicePool) else Abandonable(pool, pages)
+
+
+def _copy(pages: Any) -> ArrayLike:  # noqa: ANN401 - whatever was given as page numbers
+    """Return page numbers of the call's own, in the host's memory; as given where the store refuses them."""
+    try:
+        return np.asarray(pages.cpu() if hasattr(pages, "cpu") else pages).copy()
+    except (TypeError, ValueError):
+        return pages  # type: ignore[no-any-return]

@@ -44,10 +44,15 @@ class BoundedStore(PageStore):
 
     A page whose call was late has the verdict `timeout`. Nothing that is written from its memory is committed
     any more, and nothing lands in it that could be taken for something else: a `HostPool` gives it to nobody
-    before the call has returned, other memory is written to by way of the store's own. Its slot stays taken
-    until the call returns. Where the process may have no more threads, calls are made on the caller's,
-    without a deadline. Pages of a device pool move on the caller's thread too, whose stream they follow: what
-    bounds those calls is their engine (NIXL and kvikio do, `posix` waits for the kernel).
+    before the call has returned, all other memory is written to by way of the store's own. Its slot stays
+    taken until the call returns. Where the process may have no more threads, calls are made on the caller's,
+    without a deadline.
+
+    Pages of a device pool are touched after all that the caller's current stream had been given, which is
+    waited for within the deadline, and they have arrived when the call returns. Reads go through the store's
+    staging memory, also where an engine could put fragments straight into the pool; without a deadline it
+    does. Copies from there that are under way when the deadline comes are waited for: those of one step, some
+    milliseconds of a device that works.
 
     Parameters
     ----------
@@ -141,20 +146,20 @@ class BoundedStore(PageStore):
         memory = abandonable(host, pages, write=True)
         put = self.on_this_thread.put
         return self._verdicts(
-            "put", keys, lambda pool: put(keys, pool, pages, parents=parents, pin=pin), memory
+            "put", keys, lambda: put(keys, memory.pool, memory.pages, parents=parents, pin=pin), memory
         )
 
     def get(self, keys: Sequence[PageKey], host: Pool, pages: ArrayLike) -> list[PageStatus]:
         """See `PageStore.get`."""
         memory = abandonable(host, pages, write=False)
         get = self.on_this_thread.get
-        return self._verdicts("get", keys, lambda pool: get(keys, pool, pages), memory)
+        return self._verdicts("get", keys, lambda: get(keys, memory.pool, memory.pages), memory)
 
     # -- removing and pinning --------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[PageKey]) -> list[PageStatus]:
         """See `PageStore.delete`."""
-        return self._verdicts("delete", keys, lambda _: self.on_this_thread.delete(keys))
+        return self._verdicts("delete", keys, lambda: self.on_this_thread.delete(keys))
 
     def clear(self) -> int:
         """See `PageStore.clear`.
@@ -168,11 +173,11 @@ class BoundedStore(PageStore):
 
     def pin(self, keys: Sequence[PageKey]) -> list[PageStatus]:
         """See `PageStore.pin`."""
-        return self._verdicts("pin", keys, lambda _: self.on_this_thread.pin(keys))
+        return self._verdicts("pin", keys, lambda: self.on_this_thread.pin(keys))
 
     def unpin(self, keys: Sequence[PageKey]) -> list[PageStatus]:
         """See `PageStore.unpin`."""
-        return self._verdicts("unpin", keys, lambda _: self.on_this_thread.unpin(keys))
+        return self._verdicts("unpin", keys, lambda: self.on_this_thread.unpin(keys))
 
     # -- state -----------------------------------------------------------------------------------------
 
@@ -209,13 +214,10 @@ class BoundedStore(PageStore):
         self,
         verb: str,
         keys: Sequence[PageKey],
-        work: Callable[[Pool], list[PageStatus]],
+        work: Callable[[], list[PageStatus]],
         memory: Abandonable | None = None,
     ) -> list[PageStatus]:
-        memory = memory or Abandonable()
-        answer: list[PageStatus] = self._run(
-            verb, lambda: work(memory.pool), lambda verdict: [verdict] * len(keys), memory
-        )
+        answer: list[PageStatus] = self._run(verb, work, lambda verdict: [verdict] * len(keys), memory)
         return answer
 
     def _run(
@@ -226,9 +228,15 @@ class BoundedStore(PageStore):
         memory: Abandonable | None = None,
     ) -> Any:  # noqa: ANN401 - what the call returns
         """Make a call within the deadline; else return what `late` makes of the reason."""
-        if self._elsewhere or (memory is not None and memory.here):
+        if self._elsewhere:
             return work()
-        call = self._lane.start(work)
+        memory = memory or Abandonable()
+
+        def work_there() -> Any:  # noqa: ANN401 - as `work`
+            with memory.around():
+                return work()
+
+        call = self._lane.start(work_there)
         if call is None:
             return late(_HANGS) if self._lane.full else self._run_here(work)  # closed, or no thread to be had
         in_time = False
@@ -239,10 +247,8 @@ class BoundedStore(PageStore):
                 self._leave(verb, call, memory)
         return call.outcome() if in_time else late(_LATE)
 
-    def _leave(self, verb: str, call: Call, memory: Abandonable | None) -> None:
+    def _leave(self, verb: str, call: Call, memory: Abandonable) -> None:
         _LOG.warning("%s: a %s did not return within %g s and is left", self.root, verb, self.deadline_s)
-        if memory is None:
-            return
         memory.abandon()
         call.leave(memory.returned)
 

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hicache_tier_kernels.engine import new_event
-
 from .device_moves import FragmentMove, Move, RingMove
 from .engine import DeviceEngine
 from .landing import ABANDONED
 from .slot_map import regions_of, slot_map, whole_fragments
-from .staging import RingKind, StagingError, lent_ring, on_device
+from .staging import RingKind, StagingError, given_so_far, lent_ring, on_device
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -88,7 +86,8 @@ class DevicePayload:
     pages : DevicePages
     numbers : int64 [n]
     begin : torch.cuda.Event or None
-        What the caller's stream had been given when it made the call: the pages are written by then.
+        What the caller's stream had been given when it made the call: the pages are written by then, and
+        what is to be overwritten has been read.
     lease : Lease or None
         What is needed to touch the pages, where the caller may leave.
     """
@@ -99,13 +98,15 @@ class DevicePayload:
     lease: Lease | None = None
 
     @classmethod
-    def of(cls, pages: DevicePages, numbers: NDArray[np.int64], lease: Lease | None = None) -> DevicePayload:
-        """Name pages; the move comes after all that the current stream has been given."""
-        begin = None
-        if pages.rows.device.type == "cuda":
-            begin = new_event()
-            begin.record(torch.cuda.current_stream(pages.rows.device))
-        return cls(pages, numbers, begin, lease)
+    def of(
+        cls,
+        pages: DevicePages,
+        numbers: NDArray[np.int64],
+        lease: Lease | None = None,
+        begin: torch.cuda.Event | None = None,
+    ) -> DevicePayload:
+        """Name pages; the move comes after `begin`, or all that the current stream has been given."""
+        return cls(pages, numbers, begin or given_so_far(pages.rows.device), lease)
 
     @property
     def device(self) -> int | None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from .lease import Lease
 
 if TYPE_CHECKING:
+    import torch
+
     from hicache_tier.device_pool import DevicePool
 
 
@@ -20,15 +22,22 @@ class LeasedDevice:
     Parameters
     ----------
     pool : DevicePool
+    lease : Lease, optional
+        One of its own where left out.
+    begin : torch.cuda.Event, optional
+        What the pages are touched after; where left out, all that the stream which is current when the call
+        is made has been given.
 
     Attributes
     ----------
-    pool : DevicePool
-    lease : Lease
+    pool, lease, begin
     """
 
-    __slots__ = ("lease", "pool")
+    __slots__ = ("begin", "lease", "pool")
 
-    def __init__(self, pool: DevicePool) -> None:
+    def __init__(
+        self, pool: DevicePool, lease: Lease | None = None, begin: torch.cuda.Event | None = None
+    ) -> None:
         self.pool = pool
-        self.lease = Lease()
+        self.lease = lease or Lease()
+        self.begin = begin

@@ -165,9 +165,8 @@ def open_store(
         Encrypt pages with AES-256-GCM by this key: the path of a file of 64 hex digits, or `env:NAME` for an
         environment variable that holds them. Keys of pages, times and sizes are not hidden.
     deadline_s : float, optional
-        No call takes longer, whatever storage does (opening: four times as long), but those that move pages
-        of a device pool; see `BoundedStore`. None: calls are made on the caller's thread and take as long as
-        they take.
+        No call takes longer, whatever storage does (opening: four times as long); see `BoundedStore`. None:
+        calls are made on the caller's thread and take as long as they take.
 
     Raises
     ------

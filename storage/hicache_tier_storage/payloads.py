@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
 
     from .device_payload import DevicePages, DevicePayload
-    from .lease import Lease
     from .payload import HostPages, Payload, Pool
 
 _DEVICE_PAGES: WeakKeyDictionary[DevicePool, dict[str, DevicePages]] = WeakKeyDictionary()
@@ -59,11 +58,10 @@ def payload_of(
         return _host_payload(cast("HostPages", pool), pages, count, geometry, layout, unique=unique)
     from hicache_tier.device_pool import DevicePool  # here, because it needs torch
 
-    lease = pool.lease if isinstance(pool, LeasedDevice) else None
     device = pool.pool if isinstance(pool, LeasedDevice) else pool
     if isinstance(device, DevicePool):
         numbers = _device_numbers(device, pages, count, geometry, layout, unique=unique)
-        return _device_payload(device, numbers, layout, lease)
+        return _device_payload(device, numbers, layout, pool if isinstance(pool, LeasedDevice) else None)
     raise InvalidArgumentError(f"a host pool or a device pool is needed, got {type(pool).__name__}.")
 
 
@@ -100,14 +98,17 @@ def _device_numbers(
 
 
 def _device_payload(
-    pool: DevicePool, numbers: NDArray[np.int64], layout: Layout, lease: Lease | None
+    pool: DevicePool, numbers: NDArray[np.int64], layout: Layout, leased: LeasedDevice | None
 ) -> DevicePayload:
     from .device_payload import DevicePages, DevicePayload
 
     known = _DEVICE_PAGES.setdefault(pool, {})
     if layout.page_axes not in known:
         known[layout.page_axes] = DevicePages.of(pool, layout)
-    return DevicePayload.of(known[layout.page_axes], numbers, lease)
+    device_pages = known[layout.page_axes]
+    if leased is None:
+        return DevicePayload.of(device_pages, numbers)
+    return DevicePayload.of(device_pages, numbers, leased.lease, leased.begin)
 
 
 def _check_geometry(kind: str, ours: KVGeometry, stored: KVGeometry) -> None:

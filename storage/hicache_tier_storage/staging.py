@@ -117,9 +117,7 @@ class Ring:
 
     def _settle(self) -> None:
         """Wait for what the device may still do with memory that belonged to somebody else."""
-        before = new_event()
-        before.record(torch.cuda.current_stream(self.kind.pool))
-        self.wait(before)
+        self.wait(given_so_far(self.kind.pool))
 
     def summer(self, half: int, fragments: int, nbytes: int, pages: int) -> Summer | None:
         """Return what computes checksums of `pages` pages on the device; one for each half, kept.
@@ -216,6 +214,20 @@ def _memory(nbytes: int, kind: RingKind) -> torch.Tensor:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a device the current one for a block; nothing for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def given_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """Return what tells when all is done that this thread's current stream was given; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    event = new_event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def aside(device: torch.device) -> AbstractContextManager[object]:
+    """Make a stream current for a block that nobody else gives work to; nothing for the CPU."""
+    return torch.cuda.stream(new_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 class _Rings:

@@ -29,6 +29,7 @@ from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.store import PageStore
 
 DEADLINE_S = 0.3
+PATIENCE_S = 60.0  # where nothing hangs
 SOON_S = 5.0  # beyond the deadline, on a machine with other things to do
 KEYS = keys_of("deadline", 8)
 BLANK = b"\xa5" * PAGE_NBYTES
@@ -37,17 +38,32 @@ BLANK = b"\xa5" * PAGE_NBYTES
 class Rig:
     """A store over an engine that can be told to hang, with eight pages stored in it."""
 
-    def __init__(self, root, *, lands=True, after=False, **options):
-        self.root = root
+    def __init__(self, root, *, lands=True, after=False, deadline_s=DEADLINE_S, **options):
+        self.root, self.deadline_s = root, deadline_s
         self.hang = Hang(after=after)
         self.hang.on = False
         self.engine = FaultyEngine(PosixEngine(direct=False, threads=2), self.hang)
         self.engine.lands = lands
-        options = {"deadline_s": DEADLINE_S, "capacity_bytes": "2 MiB", "engine": self.engine} | options
+        options = {"deadline_s": PATIENCE_S, "capacity_bytes": "2 MiB", "engine": self.engine} | options
         self.store = open_store(root, GEOMETRY, "page_first", **options)
         self.pool = ArrayPool(GEOMETRY, "page_first", 16)
         fill_pages(self.pool, range(8), KEYS, PAGE_NBYTES)
         assert all(self.store.put(KEYS, self.pool, range(8)))
+
+    def hangs(self):
+        """Hang from now on; calls have the deadline of the test."""
+        self.store.deadline_s = self.deadline_s
+        self.hang.on = True
+
+    def works(self):
+        """Hang no more; what hung stays where it is, new calls may take as long as a busy machine takes."""
+        self.hang.on = False
+        self.store.deadline_s = PATIENCE_S
+
+    def answers(self):
+        """Hang no more, and have what hung return."""
+        self.works()
+        self.hang.gate.open()
 
     def close(self):
         self.hang.gate.open()
@@ -91,10 +107,10 @@ def until(condition):
 def test_a_get_that_hangs_is_a_miss_and_its_memory_the_callers_again(rig, lands, after):
     one = rig(lands=lands, after=after)
     pool = ArrayPool(GEOMETRY, "page_first", 8)
-    one.hang.on = True
+    one.hangs()
     assert kinds(bounded_call(lambda: one.store.get(KEYS, pool, range(8)))) == {"timeout"}
     blank_pages(pool, range(8), PAGE_NBYTES)  # what is done with the memory next
-    one.hang.gate.open()
+    one.answers()
     until(lambda: not one.store.stats()["calls_in_flight"])
     assert all(read_page(pool, page) == BLANK for page in range(8))
     assert all(one.store.get(KEYS, pool, range(8))), "the pages are still there"
@@ -104,7 +120,7 @@ def test_a_get_that_hangs_is_a_miss_and_its_memory_the_callers_again(rig, lands,
 @pytest.mark.parametrize("after", [False, True])
 def test_a_put_that_hangs_commits_nothing_and_keeps_its_slots_until_it_returns(rig, after):
     one = rig(after=after)
-    one.hang.on = True
+    one.hangs()
     keys = keys_of("late", 8)
     fill_pages(one.pool, range(8), keys, PAGE_NBYTES)
     writer = writer_of(one.store)
@@ -112,13 +128,13 @@ def test_a_put_that_hangs_commits_nothing_and_keeps_its_slots_until_it_returns(r
     taken = set(writer.pins.nonzero()[0].tolist())
     assert len(taken) == 8
     blank_pages(one.pool, range(8), PAGE_NBYTES)
-    one.hang.on = False
+    one.works()
     others = keys_of("others", 400)  # more than there are slots, so that any slot that is free is used
     for at in range(0, 400, 8):
         fill_pages(one.pool, range(8, 16), others[at : at + 8], PAGE_NBYTES)
         one.store.put(others[at : at + 8], one.pool, range(8, 16))
         assert not taken & set(writer.keys)
-    one.hang.gate.open()
+    one.answers()
     until(lambda: not one.store.stats()["calls_in_flight"])
     assert one.store.match_prefix(keys) == 0
     assert not writer.pins.any()
@@ -132,7 +148,7 @@ def test_pages_of_a_host_pool_are_given_to_nobody_while_an_abandoned_get_may_wri
     one = rig(after=False)
     with HostPool(GEOMETRY, "page_first", 12, pinned=False) as host:
         mine = host.alloc(8, owner="request 1")
-        one.hang.on = True
+        one.hangs()
         assert kinds(bounded_call(lambda: one.store.get(KEYS, host, mine))) == {"timeout"}
         host.free(mine, owner="request 1")
         assert (host.free_pages, host.owned_pages) == (4, 8)
@@ -140,7 +156,7 @@ def test_pages_of_a_host_pool_are_given_to_nobody_while_an_abandoned_get_may_wri
         with pytest.raises(DoubleFreeError, match="request 1"):
             host.free(mine[:1], owner="request 2")
         rest = host.alloc(4)
-        one.hang.gate.open()
+        one.answers()
         until(lambda: host.free_pages == 8)
         again = host.alloc(8)
         assert sorted(again.tolist()) == sorted(mine.tolist())
@@ -154,6 +170,7 @@ def test_pages_of_a_host_pool_are_given_to_nobody_while_an_abandoned_get_may_wri
 def test_every_call_ends_while_storage_hangs_with_the_lock(rig, monkeypatch):
     """The worst of all: what hangs holds what everybody needs."""
     one = rig()
+    one.hangs()
     lock = one.store._core.lock
     assert lock.acquire(timeout=5)
     try:
@@ -198,7 +215,7 @@ def test_a_lookup_waits_only_a_moment_for_other_writers(rig, monkeypatch):
 
 def test_close_gives_up_within_its_bound_and_says_what_it_left(rig, caplog):
     one = rig(deadline_s=30.0)
-    one.hang.on = True
+    one.hangs()
     waiting = [
         threading.Thread(target=lambda: one.store.get(KEYS, ArrayPool(GEOMETRY, "page_first", 8), range(8)))
         for _ in range(3)
@@ -210,7 +227,7 @@ def test_close_gives_up_within_its_bound_and_says_what_it_left(rig, caplog):
     assert report.abandoned_calls == 3
     assert not report.clean
     assert "did not return 3 calls" in caplog.text
-    one.hang.gate.open()
+    one.answers()
     for thread in waiting:
         thread.join(10)
     again = open_store(one.root, GEOMETRY, "page_first", capacity_bytes="2 MiB")
@@ -230,7 +247,7 @@ def test_close_ends_although_the_last_sync_hangs(rig, monkeypatch):
 def test_calls_are_refused_at_once_where_too_many_hang(rig, monkeypatch):
     monkeypatch.setattr(bounded, "_MOST_CALLS", 3)
     one = rig()
-    one.hang.on = True
+    one.hangs()
     pool = ArrayPool(GEOMETRY, "page_first", 8)
     for _ in range(3):
         assert kinds(one.store.get(KEYS, pool, range(8))) == {"timeout"}
@@ -239,7 +256,7 @@ def test_calls_are_refused_at_once_where_too_many_hang(rig, monkeypatch):
     assert kinds(one.store.get(KEYS, pool, range(8))) == {"timeout"}
     assert time.monotonic() - started < DEADLINE_S
     assert set(threading.enumerate()) <= hung, "a refused call takes no thread"
-    one.hang.gate.open()
+    one.answers()
     until(lambda: not one.store.stats()["calls_in_flight"])
     assert all(one.store.get(KEYS, pool, range(8)))
 
@@ -290,14 +307,14 @@ def test_a_drive_that_hangs_bounds_calls_on_several(tmp_path):
 def test_an_interrupt_leaves_a_call_as_a_deadline_does(rig, verb):
     """Ctrl-C while a call hangs: the memory is safe, and the call still counts as in flight."""
     one = rig(deadline_s=30.0)
-    one.hang.on = True
+    one.hangs()
     pool = ArrayPool(GEOMETRY, "page_first", 8)
     keys = KEYS if verb == "get" else keys_of("new", 8)
     threading.Timer(0.3, lambda: os.kill(os.getpid(), 2)).start()
     with pytest.raises(KeyboardInterrupt):
         getattr(one.store, verb)(keys, pool, range(8))
     blank_pages(pool, range(8), PAGE_NBYTES)
-    one.hang.gate.open()
+    one.answers()
     until(lambda: not one.store.stats()["calls_in_flight"])
     assert all(read_page(pool, page) == BLANK for page in range(8))
     assert one.store.match_prefix(keys) == (8 if verb == "get" else 0)
