@@ -7,6 +7,7 @@ its traceback.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from hicache_tier import __version__
 from hicache_tier.errors import HiCacheTierError
 
 from .near import NearGroup
+from .output import visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +30,7 @@ FINDING = 1
 USAGE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+_MOST_SAID = 4000  # what is wrong with a file may quote as much of it as there is
 
 _VERBS = {
     "bench": "hicache_tier.cli.bench",
@@ -58,7 +61,8 @@ def _say_json(message: str, kind: str, args: Sequence[str] | None) -> None:
 
 def _fail(message: str, kind: str, args: Sequence[str] | None) -> NoReturn:
     """End with one line."""
-    line = " ".join(message.split())
+    line = visible(" ".join(message.split()))
+    line = line if len(line) <= _MOST_SAID else f"{line[:_MOST_SAID]}..."
     _say_json(line, kind, args)
     click.echo(f"hicache-tier: {line}", err=True)
     sys.exit(USAGE)
@@ -112,8 +116,7 @@ class App(NearGroup):
         extra["windows_expand_args"] = windows_expand_args
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
-        if sys.stdout is None:  # closed by the shell (`>&-`): verbs are still run for their exit code
-            sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+        _prepare_streams()
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             sys.stdout.flush()
@@ -124,6 +127,7 @@ class App(NearGroup):
         except click.ClickException as error:
             _fail(error.format_message(), "usage", args)
         except click.Abort:
+            _say_json("interrupted", "interrupted", args)
             click.echo("hicache-tier: interrupted", err=True)
             sys.exit(INTERRUPTED)
         except BrokenPipeError:
@@ -134,6 +138,15 @@ class App(NearGroup):
             text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
             _fail(text, "os", args)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _prepare_streams() -> None:
+    """Have streams that take whatever is printed."""
+    if sys.stdout is None:  # closed by the shell (`>&-`): verbs are still run for their exit code
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files need not be text
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_stdout() -> None:

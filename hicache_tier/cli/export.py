@@ -11,16 +11,16 @@ from hicache_tier.errors import InvalidArgumentError
 
 from .app import FINDING
 from .key import key_option
-from .output import byte_progress, json_option, print_json, show, size, table
+from .output import byte_progress, count, json_option, print_json, show, size, table
 
 _MAX_KEY_LINE = 4096
 _WHY = {
-    "changed": "were given up or replaced by the store while it was exported",
-    "copies": "are copies of others",
-    "damaged": "are damaged, and were not served either",
-    "not_selected": "were not asked for",
-    "over_size": "do not fit the size asked for",
-    "unverifiable": "have no checksum, after a power loss",
+    "changed": "given up or replaced by the store while it was exported",
+    "copies": "stored more than once",
+    "damaged": "damaged, and not served either",
+    "not_selected": "not asked for",
+    "over_size": "above the size asked for",
+    "unverifiable": "without a checksum, after a power loss",
 }
 
 
@@ -153,17 +153,17 @@ def command(  # noqa: PLR0917 - click passes options by name
 def _show(root: str, report: dict[str, Any]) -> None:
     if not report["pages"] and not report["problems"]:
         why = "; ".join(
-            f"{count} {_WHY.get(reason, reason)}" for reason, count in sorted(report["left_out"].items())
+            f"{pages} {_WHY.get(reason, reason)}" for reason, pages in sorted(report["left_out"].items())
         )
         show(f"no page of {root} is to be exported, and no archive is made" + (f": {why}" if why else ""))
         return
     rows = ((p["namespace"], p["rank"], p["pool"], p["pages"], size(p["bytes"])) for p in report["parts"])
     show(table(None, ("namespace", "rank", "pool", ">pages", ">payload"), rows))
-    for reason, count in sorted(report["left_out"].items()):
-        show(f"{count} pages {_WHY.get(reason, reason)}")
+    for reason, pages in sorted(report["left_out"].items()):
+        show(f"left out: {count(pages, 'page')} {_WHY.get(reason, reason)}")
     for problem in report["problems"]:
         show(f"not exported: {problem}")
-    what = f"{report['pages']} pages, {size(report['bytes'])} of {root}"
+    what = f"{count(report['pages'], 'page')}, {size(report['bytes'])} of {root}"
     if report["dry_run"]:
         show(f"{what} would be written to {report['destination']}")
         return

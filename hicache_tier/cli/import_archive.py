@@ -10,7 +10,7 @@ from hicache_tier.layout import Layout
 
 from .app import FINDING
 from .key import key_option
-from .output import byte_progress, json_option, print_json, show, size, table
+from .output import byte_progress, count, json_option, print_json, show, size, table
 
 _MOST_SHOWN = 20
 
@@ -107,15 +107,15 @@ def _show(report: dict[str, Any]) -> None:
     if report["details"]:
         shown = report["details"][:_MOST_SHOWN]
         show(table("Refused", ("part", "page", "why"), ((d["part"], d["key"], d["reason"]) for d in shown)))
-        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(report["refused"].items()))
-        show(f"{sum(report['refused'].values())} pages refused: {counts}")
+        counts = ", ".join(f"{pages} {reason}" for reason, pages in sorted(report["refused"].items()))
+        show(f"{count(sum(report['refused'].values()), 'page')} refused: {counts}")
     if report["dry_run"]:
-        show(f"{report['imported']} pages would be imported into {report['root']}")
+        show(f"{count(report['imported'], 'page')} would be imported into {report['root']}")
         return
     rate = report["bytes"] / max(report["seconds"], 1e-9) / 1e9
     show(
-        f"{report['imported']} pages, {size(report['bytes'])} imported into {report['root']}; "
-        f"{report['already_stored']} were there; {report['seconds']:.1f} s, {rate:.2f} GB/s"
+        f"{count(report['imported'], 'page')}, {size(report['bytes'])} imported into {report['root']}; "
+        f"{report['already_stored']} there already; {report['seconds']:.1f} s, {rate:.2f} GB/s"
     )
     if report["host_pages"]:
-        show(f"{report['host_pages']} pages, {size(report['host_bytes'])} read back into memory")
+        show(f"{count(report['host_pages'], 'page')}, {size(report['host_bytes'])} read back into memory")

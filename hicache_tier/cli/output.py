@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from contextlib import contextmanager
@@ -17,13 +18,28 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _UNBOUNDED = 10_000
+_ORDERS = (*range(9), *range(11, 32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_WRITTEN_OUT = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _ORDERS}
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text for people.")
 
 
 def print_json(data: object) -> None:
-    """Print `data` as one JSON document."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+    """Print `data` as one JSON document; numbers that JSON has no word for become null."""
+    click.echo(json.dumps(_finite(data), indent=2, default=str))
+
+
+def _finite(data: object) -> object:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def visible(text: str) -> str:
+    """Write out what would give a terminal orders: names of files and models may hold anything."""
+    return text.translate(_WRITTEN_OUT)
 
 
 def stdout() -> Console:
@@ -31,7 +47,7 @@ def stdout() -> Console:
     from .console import ResultConsole
 
     said = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
-    return ResultConsole(file=sys.stdout, width=None if said else 160, highlight=False)
+    return ResultConsole(file=sys.stdout, width=None if said else 160)
 
 
 def stderr() -> Console:

@@ -44,7 +44,7 @@ def test_what_people_see(shop, tmp_path):
     assert "20 pages" in said and "would be written" in said
     assert not (tmp_path / "archive").exists()
     said = run("export", root, tmp_path / "archive", "--max-size", "10KB")
-    assert "4 pages, 8 KiB" in said and "16 pages do not fit" in said
+    assert "4 pages, 8 KiB" in said and "left out: 16 pages above the size" in said
     said = run("import", tmp_path / "archive", tmp_path / "new", "--dry-run")
     assert "4 pages would be imported" in said
     assert not (tmp_path / "new").exists()
