@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .bounded import DeadlineError
 from .encryption import EncryptionKey
 from .engine import ByteEngine, PageBatch
 from .opening import open_store
@@ -12,6 +13,7 @@ from .store import PageStore
 
 __all__ = [
     "ByteEngine",
+    "DeadlineError",
     "EncryptionKey",
     "HostPages",
     "PageBatch",

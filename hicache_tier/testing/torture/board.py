@@ -43,7 +43,7 @@ class Field(IntEnum):
     LEAKS = 13
     EXPORTS = 14
     FOREIGN_WRITES = 15
-    LATE = 16  # pages of calls that missed their deadline
+    LATE = 16  # pages of calls that missed their deadline, and clears
 
 
 COUNTED = tuple(field for field in Field if field >= Field.READS)

@@ -107,10 +107,10 @@ class Session:
 
     def run(self, seconds: float) -> dict[str, Any]:
         """Torture for so long; return the summary."""
-        prepare()
         started_s = time.monotonic()
-        before = held()
         try:
+            prepare()
+            before = held()
             for post in self.posts:
                 self._start(post)
             self._torture(started_s + seconds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hicache_tier_storage import DeadlineError
+
 from .board import Field, Phase
 from .ledger import Ledger
 from .pages import BATCH, CHAIN, keys_of, numbers_of, parents_of
@@ -107,5 +109,8 @@ class Writer(Worker):
         """Remove everything that this process holds."""
         self.ledger.at_risk[:] = True
         with self.operation("clear"):
-            store.clear()
+            try:
+                store.clear()
+            except DeadlineError:
+                self.board.add(Field.LATE, 1)
         self.tell(store)
