@@ -6,11 +6,14 @@ import os
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.testing.array_pool import ArrayPool, keys_of, page_bytes, read_page, write_page
 from hicache_tier_storage import open_store
+from hicache_tier_storage.archive import exporting, open_archive
+from hicache_tier_storage.record import keys_of as keys_of_rows
 
 MHA = KVGeometry.mha(num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16", page_tokens=8)
 CAPACITY = 4 << 20
@@ -47,6 +50,23 @@ class Shop:
             status = store.get(keys, host, range(len(keys)))
             return {key: read_page(host, at) for at, key in enumerate(keys) if status[at]}
 
+    @staticmethod
+    def archived(path):
+        """Return part, key and bytes of every page of an archive, each checked."""
+        found = {}
+        with open_archive(path) as archive:
+            for part in archive.parts:
+                numbers = np.arange(part.facts.pages)
+                out = np.zeros((len(numbers), part.facts.geometry.page_nbytes), np.uint8)
+                assert part.read_pages(numbers, out) == [""] * len(numbers)
+                keys = keys_of_rows(part.rows(numbers))
+                assert len({*keys}) == len(keys)
+                found |= {(str(part.facts.name), key): out[at].tobytes() for at, key in enumerate(keys)}
+        return found
+
+    def keys_in(self, path):
+        return {key for _, key in self.archived(path)}
+
 
 @pytest.fixture
 def tmp_path(tmp_path):
@@ -66,6 +86,11 @@ def shop(tmp_path):
 
 def content(keys, geometry=MHA):
     return {key: page_bytes(key, geometry.page_nbytes) for key in keys}
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(exporting, "shard_pages", lambda _: 4)
 
 
 @pytest.fixture(scope="session")

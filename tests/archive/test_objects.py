@@ -1,0 +1,84 @@
+"""Archives in object stores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache_tier.testing.array_pool import keys_of
+from hicache_tier_storage.archive import (
+    ArchiveError,
+    ArchiveExistsError,
+    NotAnArchiveError,
+    export_archive,
+    exporting,
+    import_archive,
+    open_archive,
+)
+
+
+def test_object_stores(shop, tmp_path):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    root, keys = shop.fill()
+    url = (tmp_path / "bucket" / "a").as_uri()
+    report = export_archive(root, url, codec="fast")
+    assert report.pages == 20
+    with pytest.raises(ArchiveExistsError):
+        export_archive(root, url)
+    export_archive(root, url, overwrite=True)
+    assert shop.keys_in(url) == {*keys}
+    assert not [path for path in (tmp_path / "bucket").rglob("*") if ".hct" in str(path)]
+    assert import_archive(url, tmp_path / "new").imported == 20
+    assert shop.read(tmp_path / "new", keys) == shop.read(root, keys)
+
+
+def test_an_object_export_that_was_stopped_goes_on(shop, tmp_path, small_shards, monkeypatch):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    root, keys = shop.fill(keys=keys_of("k", 21))
+    url = (tmp_path / "bucket").as_uri()
+    monkeypatch.setattr(exporting.PartWriter, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_archive(root, url, threads=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(exporting, "shard_pages", lambda _: 4)
+    with pytest.raises(NotAnArchiveError):
+        open_archive(url)
+    assert export_archive(root, url).resumed_pages == 20
+    assert shop.keys_in(url) == {*keys}
+
+
+def test_faults_of_an_object_store_are_told(shop, tmp_path):
+    obstore = pytest.importorskip("obstore", reason="obstore is not installed")
+    root, _ = shop.fill()
+    with pytest.raises(ArchiveError, match="cannot be opened"):
+        export_archive(root, "nowhere://bucket/a")
+    url = (tmp_path / "bucket").as_uri()
+    export_archive(root, url)
+    with open_archive(url) as archive:
+
+        class Broken:
+            def get_range(self, *_, **__):
+                raise obstore.exceptions.GenericError("the network is gone")
+
+            head = get_range
+
+        archive._source._store = Broken()
+        out = np.zeros((20, shop.geometry.page_nbytes), np.uint8)
+        with pytest.raises(ArchiveError, match="network is gone"):
+            archive.parts[0].read_pages(np.arange(20), out)
+
+
+def test_faults_of_an_object_store_are_told_in_words(shop, tmp_path):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    root, _ = shop.fill()
+    (tmp_path / "file").write_text("")
+    url = (tmp_path / "file" / "bucket").as_uri()
+    told = []
+    with pytest.raises(ArchiveError) as told_of_export:
+        export_archive(root, url)
+    told.append(str(told_of_export.value))
+    with pytest.raises(ArchiveError) as told_of_import:
+        open_archive((tmp_path / "bucket").as_uri())
+    told.append(str(told_of_import.value))
+    for text in told:
+        assert "Debug source" not in text and "\n" not in text and "bucket" in text, text

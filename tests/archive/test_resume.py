@@ -1,0 +1,167 @@
+"""An export that is stopped, by whatever, goes on where it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hicache_tier.testing.array_pool import keys_of
+from hicache_tier_storage.archive import (
+    ArchiveError,
+    ArchiveExistsError,
+    NotAnArchiveError,
+    export_archive,
+    exporting,
+    filling,
+    open_archive,
+)
+
+
+def test_a_stopped_export_goes_on(shop, tmp_path, small_shards, monkeypatch):
+    root, keys = shop.fill(keys=keys_of("k", 41))
+    calls = []
+
+    def fill(*args, **options):
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return filling.fill(*args, **options)
+
+    monkeypatch.setattr(exporting, "fill", fill)
+    with pytest.raises(KeyboardInterrupt):
+        export_archive(root, tmp_path / "archive", threads=1)
+    assert not (tmp_path / "archive").exists()
+    with pytest.raises(NotAnArchiveError):
+        open_archive(tmp_path / "archive.partial")
+    monkeypatch.undo()
+    monkeypatch.setattr(exporting, "shard_pages", lambda _: 4)
+    with pytest.raises(ArchiveExistsError, match="codec"):
+        export_archive(root, tmp_path / "archive", codec="zstd")
+    report = export_archive(root, tmp_path / "archive")
+    assert report.resumed_pages >= 4
+    assert shop.keys_in(tmp_path / "archive") == {*keys}
+    assert not (tmp_path / "archive.partial").exists()
+    assert not list((tmp_path / "archive").rglob(".hct*"))
+
+
+def test_resuming_distrusts_what_was_damaged_meanwhile(shop, tmp_path, small_shards, monkeypatch):
+    root, keys = shop.fill(keys=keys_of("k", 21))
+    monkeypatch.setattr(exporting.PartWriter, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_archive(root, tmp_path / "archive", threads=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(exporting, "shard_pages", lambda _: 4)
+    shards = sorted((tmp_path / "archive.partial").rglob("pages/c.*"))
+    assert len(shards) == 6
+    os.truncate(shards[2], 100)
+    (rows,) = (tmp_path / "archive.partial").rglob("1.rows")
+    rows.write_bytes(rows.read_bytes()[:-1] + b"!")
+    report = export_archive(root, tmp_path / "archive")
+    assert report.resumed_pages == 4
+    assert shop.keys_in(tmp_path / "archive") == {*keys}
+
+
+def test_a_store_that_changed_between_is_what_counts(shop, tmp_path, small_shards, monkeypatch):
+    root, keys = shop.fill(keys=keys_of("k", 21))
+    monkeypatch.setattr(exporting.PartWriter, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_archive(root, tmp_path / "archive", threads=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(exporting, "shard_pages", lambda _: 4)
+    _, more = shop.fill(keys=keys_of("more", 6))
+    export_archive(root, tmp_path / "archive")
+    assert shop.keys_in(tmp_path / "archive") == {*keys, *more}
+
+
+_SCRIPT = """
+import sys, time
+from hicache_tier_storage.archive import exporting, filling
+exporting.shard_pages = lambda _: 4
+def fill(*args):
+    time.sleep(0.05)
+    return filling.fill(*args)
+exporting.fill = fill
+sys.argv[1:1] = ["export"]
+from hicache_tier.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_signals(shop, tmp_path, small_shards, sign):
+    root, keys = shop.fill(keys=keys_of("k", 200))
+    target = tmp_path / "archive"
+    child = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, str(root), str(target)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for _ in range(6000):
+        if len(list((tmp_path / "archive.partial").rglob("*.rows"))) >= 6:
+            break
+        time.sleep(0.01)
+    child.send_signal(sign)
+    _, said = child.communicate(timeout=30)
+    assert child.returncode == (130 if sign == signal.SIGINT else -9)
+    assert ("goes on" in said) == (sign == signal.SIGINT)
+    assert "Traceback" not in said
+    assert not target.exists()
+    report = export_archive(root, target)
+    assert report.resumed_pages >= 8
+    assert shop.keys_in(target) == {*keys}
+
+
+def test_two_exports_to_one_place(shop, tmp_path, small_shards, monkeypatch):
+    root, _ = shop.fill()
+    inside, go = threading.Event(), threading.Event()
+
+    def fill(*args, **options):
+        inside.set()
+        go.wait(10)
+        return filling.fill(*args, **options)
+
+    monkeypatch.setattr(exporting, "fill", fill)
+    first = threading.Thread(target=export_archive, args=(root, tmp_path / "archive"))
+    first.start()
+    assert inside.wait(10)
+    with pytest.raises(ArchiveExistsError, match="another process"):
+        export_archive(root, tmp_path / "archive")
+    go.set()
+    first.join(10)
+    assert len(shop.archived(tmp_path / "archive")) == 20
+
+
+def test_a_full_disk_is_told_and_the_export_goes_on_later(shop, tmp_path, small_shards, monkeypatch):
+    root, keys = shop.fill(keys=keys_of("k", 41))
+    calls = []
+
+    def fill(*args, **options):
+        calls.append(1)
+        if len(calls) == 7:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return filling.fill(*args, **options)
+
+    monkeypatch.setattr(exporting, "fill", fill)
+    with pytest.raises(ArchiveError, match=r"No space left.*goes on"):
+        export_archive(root, tmp_path / "archive", threads=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(exporting, "shard_pages", lambda _: 4)
+    assert export_archive(root, tmp_path / "archive").resumed_pages > 0
+    assert shop.keys_in(tmp_path / "archive") == {*keys}
+
+
+def test_a_process_that_dies_is_told(shop, tmp_path, monkeypatch):
+    root, keys = shop.fill()
+    submit = exporting.Workers.submit
+    monkeypatch.setattr(exporting.Workers, "submit", lambda workers, *_: submit(workers, os._exit, 9))
+    with pytest.raises(ArchiveError, match=r"died.*goes on"):
+        export_archive(root, tmp_path / "archive", processes=2)
+    monkeypatch.undo()
+    export_archive(root, tmp_path / "archive")
+    assert shop.keys_in(tmp_path / "archive") == {*keys}
