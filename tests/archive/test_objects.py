@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.testing.array_pool import keys_of
+from hicache_tier.testing.store_rig import tree
 from hicache_tier_storage.archive import (
     ArchiveError,
     ArchiveExistsError,
@@ -15,6 +17,7 @@ from hicache_tier_storage.archive import (
     import_archive,
     open_archive,
 )
+from hicache_tier_storage.archive.places import Place
 
 
 def test_object_stores(shop, tmp_path):
@@ -82,3 +85,40 @@ def test_faults_of_an_object_store_are_told_in_words(shop, tmp_path):
     told.append(str(told_of_import.value))
     for text in told:
         assert "Debug source" not in text and "\n" not in text and "bucket" in text, text
+
+
+def test_what_is_not_the_archives_stays_in_a_bucket(shop, tmp_path):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    root, _ = shop.fill()
+    url = (tmp_path / "bucket").as_uri()
+    export_archive(root, url)
+    other = tmp_path / "bucket" / "other" / "zarr.json"
+    other.parent.mkdir()
+    other.write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(ArchiveExistsError, match=r"other.*not overwritten"):
+        export_archive(root, url, overwrite=True)
+    (tmp_path / "bucket" / "zarr.json").write_text('"no hct-archive"')
+    with pytest.raises(ArchiveExistsError, match="no archive"):
+        export_archive(root, url, overwrite=True)
+    assert {*tree(tmp_path)} == {*before}
+
+
+def test_file_urls_are_where_they_say(shop, tmp_path):
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    root, keys = shop.fill()
+    export_archive(root, (tmp_path / "a b").as_uri())
+    assert shop.keys_in(tmp_path / "a b") == {*keys}
+    with pytest.raises(ArchiveExistsError, match="inside the store"):
+        export_archive(root, (root / "archive").as_uri())
+    for url in ("file://etc/archive", "file://", "file:///", "http://[1/a"):
+        with pytest.raises(InvalidArgumentError, match="URL"):
+            export_archive(root, url)
+
+
+def test_secrets_of_a_url_are_not_shown():
+    place = Place.parse("s3://user:secret@bucket/a?token=secret#secret")
+    assert place.text == "s3://user@bucket/a"
+    assert Place.parse("abfss://container@account.dfs.core.windows.net/a").text.startswith(
+        "abfss://container@"
+    )

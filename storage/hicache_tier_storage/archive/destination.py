@@ -14,7 +14,7 @@ from hicache_tier_storage.access import Access
 from hicache_tier_storage.inside import read_inside
 from hicache_tier_storage.metadata import sync_directory
 
-from .documents import ARCHIVE_FORMAT
+from .documents import ARCHIVE_FORMAT, MANIFEST, STATE, foreign_names
 from .errors import ArchiveError, ArchiveExistsError
 from .places import Kind, Place
 
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-MANIFEST = "zarr.json"
-STATE = ".hct-export"  # what a resumed export needs to know; gone from a finished archive
 JOB = f"{STATE}/job.json"
-_MAXJOB_NBYTES = 1 << 20
+_MOST_MANIFEST_NBYTES = 16 << 20
 _MAX_STATE_NBYTES = 256 << 20
 
 
@@ -108,8 +106,8 @@ def _differences(old: bytes, job: dict[str, Any]) -> str:
 
 
 def clear(found: Destination) -> None:
-    """Remove whatever an earlier export has left."""
-    found.remove(list(found.sizes("")))
+    """Remove whatever an earlier export has left; what no export writes stays."""
+    found.remove([name for name in found.sizes("") if not foreign_names([name])])
 
 
 class FolderDestination:
@@ -129,6 +127,9 @@ class FolderDestination:
         self._overwrite = overwrite
         self._path = place.path
         self._work = place.path.with_name(place.path.name + ".partial")
+        self._replaced = self._work / STATE / "replaced"
+        if self._replaced.exists() and not self._path.exists():  # killed in the middle of `finish`
+            self._replaced.rename(self._path)
         self._replaces = refuse_existing(place, overwrite=overwrite)
         self.scratch = self._work / STATE / "drafts"
         if self._work.exists() and not (self._work / STATE).is_dir() and any(self._work.iterdir()):
@@ -186,26 +187,27 @@ class FolderDestination:
             (self._work / name).unlink(missing_ok=True)
 
     def finish(self, manifest: bytes) -> None:
-        """Write the manifest, then let the archive appear under its name."""
+        """Write the manifest, then let the archive appear under its name.
+
+        A kill at any moment leaves the archive, or what the same export goes on from; and one that is
+        replaced is there until then.
+        """
         self._replaces = refuse_existing(self._place, overwrite=self._overwrite)  # it may have come meanwhile
         self.put(MANIFEST, manifest)
         if self._sync:
             for folder in (self._work, *(path for path in self._work.rglob("*") if path.is_dir())):
                 sync_directory(folder)
-        shutil.rmtree(self._work / STATE)
-        made = self._work
         if self._place.kind is Kind.ZIP:
-            made = pack_zip(self._work, sync=self._sync)
-        if self._replaces and self._path.is_dir():
-            old = self._path.with_name(self._path.name + ".replaced")
-            shutil.rmtree(old, ignore_errors=True)
-            self._path.rename(old)
-            made.rename(self._path)
-            shutil.rmtree(old)
-        else:
-            made.replace(self._path)
-        if self._place.kind is Kind.ZIP:
+            pack_zip(self._work, self.scratch / "packed", sync=self._sync).replace(self._path)
+            for child in self._work.iterdir():
+                if child.name != STATE:  # it says whose folder this is: the last to go
+                    shutil.rmtree(child) if child.is_dir() else child.unlink()
             shutil.rmtree(self._work)
+        else:
+            if self._replaces:
+                self._path.rename(self._replaced)
+            self._work.rename(self._path)
+            shutil.rmtree(self._path / STATE)
         if self._sync:
             sync_directory(self._path.parent)
         os.close(self._lock)
@@ -230,26 +232,42 @@ def refuse_existing(place: Place, *, overwrite: bool) -> bool:
     empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     if empty and place.kind is Kind.FOLDER:
         return False
+    if not is_manifest(_read_manifest(place)):
+        raise ArchiveExistsError(f"{place.text} exists and is no archive; it is not overwritten.")
     if not overwrite:
         raise ArchiveExistsError(f"{place.text} exists; --overwrite replaces it.")
-    if not _is_archive(place):
-        raise ArchiveExistsError(f"{place.text} exists and is no archive; it is not overwritten.")
+    if place.kind is Kind.FOLDER:
+        refuse_foreign(place, (child.name for child in path.iterdir()))
     return True
 
 
-def _is_archive(place: Place) -> bool:
-    """Whether a finished archive lies there, as far as its manifest says."""
+def refuse_foreign(place: Place, names: Iterable[str]) -> None:
+    """Refuse to replace an archive with which somebody keeps other things."""
+    foreign = foreign_names(names)
+    if foreign:
+        raise ArchiveExistsError(
+            f"{place.text} holds what is not the archive's ({', '.join(foreign[:3])}); it is not overwritten."
+        )
+
+
+def _read_manifest(place: Place) -> bytes:
     try:
         if place.path.is_symlink():
-            return False
+            return b""
         if place.kind is Kind.ZIP:
             with zipfile.ZipFile(place.path) as file, file.open(MANIFEST) as manifest:
-                raw = manifest.read(_MAXJOB_NBYTES << 4)
-        else:
-            with (place.path / MANIFEST).open("rb") as file_:
-                raw = file_.read(_MAXJOB_NBYTES << 4)
+                return manifest.read(_MOST_MANIFEST_NBYTES)
+        with (place.path / MANIFEST).open("rb") as file_:
+            return file_.read(_MOST_MANIFEST_NBYTES)
+    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile):
+        return b""
+
+
+def is_manifest(raw: bytes) -> bool:
+    """Whether this is the manifest of an archive, as far as its format says."""
+    try:
         return bool(json.loads(raw)["attributes"]["hicache_tier"]["format"] == ARCHIVE_FORMAT)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, zipfile.BadZipFile):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -258,10 +276,13 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
-def pack_zip(folder: Path, *, sync: bool) -> Path:
-    """Store a folder's files in a zip beside it, uncompressed, the manifest last; return its path."""
-    target = folder.with_name(folder.name + ".zip")
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+def pack_zip(folder: Path, target: Path, *, sync: bool) -> Path:
+    """Store the files of an archive in a zip, uncompressed, the manifest last; return its path."""
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path != folder / MANIFEST and folder / STATE not in path.parents
+    )
     with (
         open(target, "wb", opener=_private) as whole,
         zipfile.ZipFile(whole, "w", zipfile.ZIP_STORED, allowZip64=True) as packed,

@@ -11,8 +11,12 @@ from hicache_tier_storage.metadata import component_table
 from .rows import index_arrays, index_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .manifest import PartFacts
 
+MANIFEST: Final = "zarr.json"
+STATE: Final = ".hct-export"  # what a resumed export needs to know; gone from a finished archive
 ARCHIVE_FORMAT: Final = "hct-archive"
 ARCHIVE_VERSION: Final = 1
 SHARD_NBYTES: Final = 128 << 20
@@ -43,6 +47,12 @@ class PartName:
 
     def __str__(self) -> str:
         return self.path
+
+
+def foreign_names(names: Iterable[str]) -> list[str]:
+    """Return the first parts of names below an archive's root that no archive has."""
+    heads = {name.partition("/")[0] for name in names}
+    return sorted(head for head in heads - {MANIFEST, STATE} if not _NAMESPACE.fullmatch(head))
 
 
 def shard_pages(page_nbytes: int) -> int:

@@ -117,8 +117,8 @@ def export_archive(
     if processes < 1 or (threads is not None and threads < 1):
         raise InvalidArgumentError(f"processes and threads must be above 0, got {processes} and {threads}.")
     found = store_parts(root, EncryptionKey.parse(encryption))
+    _refuse_inside(place, root)
     if place.kind is not Kind.OBJECTS:
-        _refuse_inside(place, root)
         refuse_existing(place, overwrite=overwrite)
         check_parent(place.path)
     check_namespaces(chosen.namespaces, (part.name.namespace for part in found.parts))
@@ -155,7 +155,7 @@ def export_archive(
 
 
 def _refuse_inside(place: Place, root: str | os.PathLike[str]) -> None:
-    if place.path.is_relative_to(Path(root).resolve()):
+    if place.path.name and place.path.is_relative_to(Path(root).resolve()):
         raise ArchiveExistsError(
             f"{place.text} lies inside the store; a root is for stores and nothing else."
         )

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .destination import JOB, MANIFEST, STATE, clear
-from .documents import ARCHIVE_FORMAT
+from .destination import JOB, clear, is_manifest, refuse_foreign
+from .documents import MANIFEST, STATE
 from .errors import ArchiveError, ArchiveExistsError
 from .places import fault_text, object_store
 
@@ -34,10 +34,11 @@ class ObjectDestination:
         raw = self.get(MANIFEST)
         others = [name for name in self.sizes("") if not name.startswith(f"{STATE}/")]
         if raw is not None:
+            if not is_manifest(raw):
+                raise ArchiveExistsError(f"{place.text} exists and is no archive; it is not overwritten.")
             if not overwrite:
                 raise ArchiveExistsError(f"{place.text} exists; --overwrite replaces it.")
-            if ARCHIVE_FORMAT.encode() not in raw:
-                raise ArchiveExistsError(f"{place.text} exists and is no archive; it is not overwritten.")
+            refuse_foreign(place, others)
             self.remove([MANIFEST])  # from here on it is no archive for anybody
             clear(self)
         elif others and self.get(JOB) is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError
 
@@ -33,9 +33,9 @@ class Place:
     ----------
     kind : Kind
     text : str
-        As it was named, without a query, which may hold secrets.
+        As it was named, without a query or password, which are secrets.
     path : Path
-        Of a folder or zip; of no meaning for objects.
+        Of a folder, a zip or a file URL; empty for other objects.
     url : str
         Of an object store.
     """
@@ -54,7 +54,7 @@ class Place:
             raise InvalidArgumentError(f"an archive is a path or a URL, got {value!r}.")
         text = str(value)
         if isinstance(value, str) and _URL.match(text):
-            return cls(Kind.OBJECTS, urlsplit(text)._replace(query="", fragment="").geturl(), Path(), text)
+            return cls._of_url(text)
         path = Path(text).absolute()
         if path.name in {"", ".."}:
             raise InvalidArgumentError(f"an archive needs a name of its own, got {text!r}.")
@@ -63,6 +63,20 @@ class Place:
         except (OSError, RuntimeError) as error:
             raise ArchiveError(f"{text} cannot be found: {error}") from error
         return cls(Kind.ZIP if path.suffix.lower() == ".zip" else Kind.FOLDER, text, path)
+
+    @classmethod
+    def _of_url(cls, url: str) -> Place:
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise InvalidArgumentError(f"{url!r} is no URL: {error}.") from error
+        user, at, host = parts.netloc.rpartition("@")
+        shown = parts._replace(netloc=user.partition(":")[0] + at + host, query="", fragment="").geturl()
+        if parts.scheme != "file":
+            return cls(Kind.OBJECTS, shown, Path(), url)
+        if parts.netloc not in {"", "localhost"} or not parts.path.strip("/"):
+            raise InvalidArgumentError(f"a file URL is file:///path/of/an/archive, got {shown!r}.")
+        return cls(Kind.OBJECTS, shown, Path(unquote(parts.path)).resolve(), url)
 
 
 def check_parent(path: Path) -> None:
@@ -100,12 +114,12 @@ def object_store(place: Place, *, create: bool) -> Any:  # noqa: ANN401 - obstor
         from obstore.store import LocalStore, from_url
     except ImportError as error:
         raise EngineUnavailableError(
-            f"{place.text} needs {error.name}: install the extra, as in pip install 'hicache-tier[objects]'."
+            f"{place.text} needs {error.name}: pip install 'hicache-tier[objects]', "
+            "or in a clone pip install '.[objects]'."
         ) from error
     try:
-        parts = urlsplit(place.url)
-        if parts.scheme == "file":
-            return LocalStore(parts.path, mkdir=create, automatic_cleanup=create)
+        if place.path.name:
+            return LocalStore(place.path, mkdir=create, automatic_cleanup=create)
         return from_url(place.url)
     except (BaseError, ValueError, OSError) as error:
         raise ArchiveError(f"{place.text} cannot be opened: {fault_text(error)}") from error

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import google_crc32c
 import numpy as np
 
-from .destination import STATE
-from .documents import MAX_SHARD_PAGES, PartName, shard_name
+from .documents import MAX_SHARD_PAGES, STATE, PartName, shard_name
 from .rows import ROW
 
 if TYPE_CHECKING:

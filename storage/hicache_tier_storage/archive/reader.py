@@ -11,8 +11,7 @@ import xxhash
 from hicache_tier_storage.record import checksum_seed, keys_of
 
 from .codecs import Codec, PageDamagedError
-from .destination import MANIFEST
-from .documents import shard_name
+from .documents import MANIFEST, shard_name
 from .errors import NotAnArchiveError
 from .manifest import MAX_MANIFEST_NBYTES, Manifest, parse_manifest
 from .part_index import PartIndex, Recent, read_document
