@@ -5,10 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-import numpy as np
-
 from .lease import Lease
 from .leased_device import LeasedDevice
+from .payloads import page_array
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -153,7 +152,7 @@ def abandonable(pool: Pool, pages: ArrayLike, *, write: bool) -> Abandonable:
     write : bool
         Whether pages go to storage: then nothing lands in memory, and a lease costs no copy.
     """
-    numbers = _copy(pages)
+    numbers = own_copy(pages)
     if not hasattr(pool, "segment_table"):
         return _on_device(pool, numbers)
     if getattr(pool, "lease", None) is not None:
@@ -171,9 +170,12 @@ def _on_device(pool: Any, pages: ArrayLike) -> Abandonable:  # noqa: ANN401 - wh
     return OnDevice(pool, pages) if isinstance(pool, DevicePool) else Abandonable(pool, pages)
 
 
-def _copy(pages: Any) -> ArrayLike:  # noqa: ANN401 - whatever was given as page numbers
-    """Return page numbers of the call's own, in the host's memory; as given where the store refuses them."""
-    try:
-        return np.asarray(pages.cpu() if hasattr(pages, "cpu") else pages).copy()
-    except (TypeError, ValueError):
-        return pages  # type: ignore[no-any-return]
+def own_copy(pages: Any) -> NDArray[Any]:  # noqa: ANN401 - whatever was given as page numbers
+    """Return page numbers of a call's own, in the host's memory.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Where they are no flat sequence.
+    """
+    return page_array(pages).copy()

@@ -1,4 +1,4 @@
-"""A store whose every call ends by a deadline, whatever storage does."""
+"""A store on one root whose every call ends by a deadline, whatever storage does."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hicache_tier.errors import InvalidArgumentError, StoreError
+from hicache_tier.errors import StoreError
 
 from .abandoned import Abandonable, abandonable
 from .calls import Call, Lane
+from .pending import Pending
 from .status import PageStatus, failed
 from .store import PageStore
 
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
     from .payload import Pool
 
 _LOG = logging.getLogger(__name__)
-DEADLINE_S = 30.0
-OPENING = 4  # deadlines that an opening may take: it may have to look at every page
-_MOST_CALLS = 64  # under way in one store, hung ones included
+_MOST_CALLS = 64  # under way on one root
+_MOST_LATE = 4  # that were left and did not return: storage is known to hang
 _FOLLOW_S = 0.1  # what a lookup waits for news of other writers
 _LATE = failed("timeout: storage did not answer in time")
-_HANGS = failed("timeout: all earlier calls hang")
+_HANGS = failed("timeout: earlier calls hang")
 
 
 class DeadlineError(StoreError, TimeoutError):
@@ -45,8 +45,8 @@ class BoundedStore(PageStore):
     A page whose call was late has the verdict `timeout`. Nothing that is written from its memory is committed
     any more, and nothing lands in it that could be taken for something else: a `HostPool` gives it to nobody
     before the call has returned, all other memory is written to by way of the store's own. Its slot stays
-    taken until the call returns. Where the process may have no more threads, calls are made on the caller's,
-    without a deadline.
+    taken until the call returns. While several late calls have not returned, others are `timeout` at once.
+    Where the process may have no more threads, calls are made on the caller's, without a deadline.
 
     Pages of a device pool are touched after all that the caller's current stream had been given, which is
     waited for within the deadline, and they have arrived when the call returns. Reads go through the store's
@@ -57,8 +57,7 @@ class BoundedStore(PageStore):
     Parameters
     ----------
     inner : PageStore
-    lane : Lane
-        Where its calls are made.
+        On one root.
     deadline_s : float
 
     Attributes
@@ -68,16 +67,18 @@ class BoundedStore(PageStore):
         The store without deadlines, for those who make its calls on threads of their own.
     """
 
-    def __init__(self, inner: PageStore, lane: Lane, deadline_s: float) -> None:
+    def __init__(self, inner: PageStore, deadline_s: float) -> None:
         self.on_this_thread = inner
         self.deadline_s = deadline_s
         self.identity, self.layout, self.geometry = inner.identity, inner.layout, inner.geometry
         self.root = inner.root
-        self._lane = lane
+        self._lane = Lane("store", _MOST_CALLS)
+        self._late = 0
+        self._late_lock = threading.Lock()
         self._pid = os.getpid()
         self._told = False
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of a store on several roots, or of its insides
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of its insides
         if name == "on_this_thread":  # not there yet: a copy, say
             raise AttributeError(name)
         return getattr(self.on_this_thread, name)
@@ -145,7 +146,7 @@ class BoundedStore(PageStore):
         """See `PageStore.put`."""
         memory = abandonable(host, pages, write=True)
         put = self.on_this_thread.put
-        return self._verdicts(
+        return self._made(
             "put", keys, lambda: put(keys, memory.pool, memory.pages, parents=parents, pin=pin), memory
         )
 
@@ -153,13 +154,13 @@ class BoundedStore(PageStore):
         """See `PageStore.get`."""
         memory = abandonable(host, pages, write=False)
         get = self.on_this_thread.get
-        return self._verdicts("get", keys, lambda: get(keys, memory.pool, memory.pages), memory)
+        return self._made("get", keys, lambda: get(keys, memory.pool, memory.pages), memory)
 
     # -- removing and pinning --------------------------------------------------------------------------
 
     def delete(self, keys: Sequence[PageKey]) -> list[PageStatus]:
         """See `PageStore.delete`."""
-        return self._verdicts("delete", keys, lambda: self.on_this_thread.delete(keys))
+        return self._made("delete", keys, lambda: self.on_this_thread.delete(keys))
 
     def clear(self) -> int:
         """See `PageStore.clear`.
@@ -169,15 +170,19 @@ class BoundedStore(PageStore):
         DeadlineError
             Where storage hangs; the pages may yet go.
         """
-        return int(self._run("clear", self.on_this_thread.clear, self._raise))
+        return int(self.begin_clear().answer())
+
+    def begin_clear(self) -> Pending:
+        """Begin to `clear`."""
+        return self._begin("clear", self.on_this_thread.clear, self._raise)
 
     def pin(self, keys: Sequence[PageKey]) -> list[PageStatus]:
         """See `PageStore.pin`."""
-        return self._verdicts("pin", keys, lambda: self.on_this_thread.pin(keys))
+        return self._made("pin", keys, lambda: self.on_this_thread.pin(keys))
 
     def unpin(self, keys: Sequence[PageKey]) -> list[PageStatus]:
         """See `PageStore.unpin`."""
-        return self._verdicts("unpin", keys, lambda: self.on_this_thread.unpin(keys))
+        return self._made("unpin", keys, lambda: self.on_this_thread.unpin(keys))
 
     # -- state -----------------------------------------------------------------------------------------
 
@@ -210,47 +215,75 @@ class BoundedStore(PageStore):
         """Whether this is a child of fork, which has the store's threads no more; the store refuses it."""
         return self._pid != os.getpid()
 
-    def _verdicts(
+    def begin(
+        self,
+        verb: str,
+        count: int,
+        work: Callable[[], list[PageStatus]],
+        memory: Abandonable | None = None,
+    ) -> Pending:
+        """Begin a call that gives verdicts; the deadline runs from now on.
+
+        Parameters
+        ----------
+        verb : str
+            For the log.
+        count : int
+            Verdicts that it gives.
+        work : callable
+            Makes the call, of `on_this_thread`.
+        memory : Abandonable, optional
+            What it moves.
+        """
+        return self._begin(verb, work, lambda verdict: [verdict] * count, memory)
+
+    def _made(
         self,
         verb: str,
         keys: Sequence[PageKey],
         work: Callable[[], list[PageStatus]],
         memory: Abandonable | None = None,
     ) -> list[PageStatus]:
-        answer: list[PageStatus] = self._run(verb, work, lambda verdict: [verdict] * len(keys), memory)
+        answer: list[PageStatus] = self.begin(verb, len(keys), work, memory).answer()
         return answer
 
-    def _run(
+    def _begin(
         self,
         verb: str,
         work: Callable[[], Any],
         late: Callable[[PageStatus], Any],
         memory: Abandonable | None = None,
-    ) -> Any:  # noqa: ANN401 - what the call returns
-        """Make a call within the deadline; else return what `late` makes of the reason."""
-        if self._elsewhere:
-            return work()
+    ) -> Pending:
+        """Begin a call; `late` makes an answer of the reason why there is no other."""
         memory = memory or Abandonable()
 
         def work_there() -> Any:  # noqa: ANN401 - as `work`
             with memory.around():
                 return work()
 
-        call = self._lane.start(work_there)
-        if call is None:
-            return late(_HANGS) if self._lane.full else self._run_here(work)  # closed, or no thread to be had
-        in_time = False
-        try:
-            in_time = call.wait(call.started_s + self.deadline_s)
-        finally:
-            if not in_time:  # or interrupted
-                self._leave(verb, call, memory)
-        return call.outcome() if in_time else late(_LATE)
+        def abandon(call: Call) -> None:
+            _LOG.warning("%s: a %s did not return within %g s and is left", self.root, verb, self.deadline_s)
+            memory.abandon()
+            with self._late_lock:
+                self._late += 1
+            call.leave(lambda: self._returned(memory))
 
-    def _leave(self, verb: str, call: Call, memory: Abandonable) -> None:
-        _LOG.warning("%s: a %s did not return within %g s and is left", self.root, verb, self.deadline_s)
-        memory.abandon()
-        call.leave(memory.returned)
+        until_s, call = time.monotonic() + self.deadline_s, None
+        hangs = self._late >= _MOST_LATE
+        if not (hangs or self._elsewhere):
+            call = self._lane.start(work_there)
+            hangs = call is None and self._lane.full
+        if hangs and not self.closed:
+            return Pending(None, until_s, lambda: late(_HANGS), abandon)
+        if call is None:  # closed, a child of fork, or no thread is to be had
+            return Pending(None, until_s, lambda: self._run_here(work), abandon)
+        return Pending(call, until_s, lambda: late(_LATE), abandon)
+
+    def _returned(self, memory: Abandonable) -> None:
+        """Take note that a call which was left has returned."""
+        with self._late_lock:
+            self._late -= 1
+        memory.returned()
 
     def _run_here(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the call returns
         if not self._told and not self.on_this_thread.closed:
@@ -260,50 +293,3 @@ class BoundedStore(PageStore):
 
     def _raise(self, verdict: PageStatus) -> NoReturn:
         raise DeadlineError(f"{self.root}: {verdict.reason.partition(': ')[2]}.")
-
-
-def check_deadline(deadline_s: object) -> None:
-    """Raise `InvalidArgumentError` unless it is None or a positive, finite number of seconds."""
-    number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
-    if deadline_s is not None and not (number and 0 < deadline_s <= threading.TIMEOUT_MAX / OPENING):  # type: ignore[operator]
-        raise InvalidArgumentError(
-            f"deadline_s must be a positive number of seconds, or None for no deadline, got {deadline_s!r}."
-        )
-
-
-def open_bounded(open_it: Callable[[], PageStore], deadline_s: float | None, name: str) -> PageStore:
-    """Open a store within the time that openings have, and bound its calls.
-
-    Parameters
-    ----------
-    open_it : callable
-    deadline_s : float, optional
-        None: neither is bounded.
-    name : str
-        Of the root, for errors.
-
-    Raises
-    ------
-    DeadlineError
-        Where storage hangs. Should the opening end later, the store is closed again.
-    """
-    if deadline_s is None:
-        return open_it()
-    lane = Lane("store", _MOST_CALLS)
-    call = lane.start(open_it)
-    if call is None:  # no thread can be started
-        return BoundedStore(open_it(), lane, deadline_s)
-    in_time = False
-    try:
-        in_time = call.wait(call.started_s + OPENING * deadline_s)
-    finally:
-        if not in_time:
-            call.leave(lambda: call.error or call.result.close())
-            lane.close()
-    if not in_time:
-        raise DeadlineError(f"{name} was not opened within {OPENING * deadline_s:g} s: storage hangs.")
-    try:
-        return BoundedStore(call.outcome(), lane, deadline_s)
-    except BaseException:
-        lane.close()
-        raise

@@ -140,7 +140,7 @@ class DevicePayload:
         if self.pages.fragments is not None and (user or device is None) and not lent:
             make, kind = FragmentMove, RingKind(where, user, write, 0)
         try:
-            with on_device(where), lent_ring(kind) as ring:
+            with on_device(where), lent_ring(kind, self.lease) as ring:
                 if ring.stream is not None and self.begin is not None:
                     ring.stream.wait_event(self.begin)
                 move = make(self.pages, self.numbers, ring, places, sums, write=write, lease=self.lease)

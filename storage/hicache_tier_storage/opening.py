@@ -19,7 +19,7 @@ from hicache_tier.layout import Layout
 
 from .access import Access, Owners
 from .asked_capacity import parse_capacity
-from .bounded import DEADLINE_S, check_deadline, open_bounded
+from .bounded_opening import DEADLINE_S, check_deadline, open_bounded
 from .capacity import LOCK_NAME, RootBudget, partition_paths
 from .creation import lock_partition, refuse_link
 from .encryption import EncryptionKey, match_key, stated_check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -88,8 +88,6 @@ def _device_numbers(
     """Check that a device pool fits, and return its page numbers, int64 `[count]`."""
     _check_geometry("device", pool.local_geometry, geometry)
     check_device_route(geometry.kind, layout, sharded=pool.sharded)
-    if hasattr(pages, "cpu"):
-        pages = pages.cpu()
     numbers = page_numbers(pages, count, unique=unique).astype(np.int64)
     outside = numbers[(numbers < 0) | (numbers >= pool.num_pages)]
     if len(outside):
@@ -116,12 +114,17 @@ def _check_geometry(kind: str, ours: KVGeometry, stored: KVGeometry) -> None:
         raise InvalidArgumentError(f"the {kind} pool holds {ours.as_dict()}, the store {stored.as_dict()}.")
 
 
-def page_numbers(pages: ArrayLike, count: int, *, unique: bool) -> NDArray[np.integer]:
-    """Return page numbers as an array; raises `InvalidArgumentError` unless they are `count` integers."""
+def page_array(pages: Any) -> NDArray[Any]:  # noqa: ANN401 - whatever was given as page numbers
+    """Return page numbers as an array in the host's memory; raises `InvalidArgumentError` for none."""
     try:
-        numbers = np.asarray(pages)
+        return np.asarray(pages.cpu() if hasattr(pages, "cpu") else pages)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"page numbers must be one flat sequence: {error}.") from error
+
+
+def page_numbers(pages: ArrayLike, count: int, *, unique: bool) -> NDArray[np.integer]:
+    """Return page numbers as an array; raises `InvalidArgumentError` unless they are `count` integers."""
+    numbers = page_array(pages)
     if numbers.ndim != 1 or len(numbers) != count:
         raise InvalidArgumentError(f"{count} keys need as many pages, got shape {numbers.shape}.")
     if count and numbers.dtype.kind not in "iu":

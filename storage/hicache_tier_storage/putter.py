@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.ma  # np.unique would import it at its first call, when a fork may be under way
 
+from hicache_tier.errors import InvalidArgumentError
+
+from .keys import normalise_key
 from .payload import Places, Sums
-from .record import CHECKSUM_XXH3, FLAG_FROM_GPU, FLAG_PINNED, checksum_seed, key_field, new_records
+from .record import (
+    CHECKSUM_XXH3,
+    FLAG_FROM_GPU,
+    FLAG_PINNED,
+    checksum_seed,
+    key_field,
+    key_head,
+    new_records,
+)
 from .sealed_engine import SealedEngine
 from .slab import SlabDamagedError
 from .status import ALREADY_STORED, STORED, PageStatus, failed
@@ -21,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .core import StoreCore
+    from .keys import PageKey
     from .payload import Payload
     from .writer import WriterPartition
 
@@ -46,6 +58,17 @@ class Offer:
     parent_keys: Sequence[bytes]
     parents: list[int]
     payload: Payload
+
+    @classmethod
+    def of(cls, keys: list[bytes], parents: Sequence[PageKey | None] | None, payload: Payload) -> Offer:
+        """Offer pages; raises `InvalidArgumentError` where there is not one parent, or None, for each."""
+        if parents is None:
+            return cls(keys, [], [0] * len(keys), payload)
+        if len(parents) != len(keys):
+            raise InvalidArgumentError(f"{len(keys)} keys need as many parents, got {len(parents)}.")
+        names = [None if parent is None else normalise_key(parent) for parent in parents]
+        heads = [0 if name is None else key_head(name) for name in names]
+        return cls(keys, [name for name in names if name is not None], heads, payload)
 
     def take(self, rows: list[int]) -> Offer:
         """Return the chosen rows; `parent_keys` are those of all."""

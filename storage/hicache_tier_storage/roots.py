@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import wait
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hicache_tier.errors import (
     ClosedError,
     EncryptionError,
+    EngineUnavailableError,
     FormatVersionError,
+    InvalidArgumentError,
     NotAStoreError,
     StoreError,
 )
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _THREADS_A_ROOT = 4  # calls under way on one root, beside the one that the caller's thread makes
+_REFUSALS = (ClosedError, EngineUnavailableError, InvalidArgumentError)  # of a call, whatever the root
+_T = TypeVar("_T")
 
 
 class SeveralRoots(PageStore):
@@ -56,12 +62,16 @@ class SeveralRoots(PageStore):
     ----------
     roots : tuple of Path
         The directories in use.
+    stores : dict of Path to PageStore
+        The store in each of them.
+    left_out : dict of Path to str
+        As given.
     """
 
     def __init__(self, stores: Mapping[Path, PageStore], left_out: Mapping[Path, str]) -> None:
         self.roots = tuple(stores)
+        self.stores, self.left_out = dict(stores), dict(left_out)
         self._stores = list(stores.values())
-        self._left_out = dict(left_out)
         first = self._stores[0]
         self.identity, self.layout, self.geometry = first.identity, first.layout, first.geometry
         self.root = first.root
@@ -124,6 +134,11 @@ class SeveralRoots(PageStore):
             rows[self._placement.home(name) if number is None else number].append(row)
         return rows
 
+    @property
+    def capacity_nbytes(self) -> int:
+        """Cap on all roots together."""
+        return sum(store.capacity_nbytes for store in self._stores)
+
     # -- moving ----------------------------------------------------------------------------------------
 
     def put(
@@ -157,15 +172,31 @@ class SeveralRoots(PageStore):
     def _on_all(
         self, names: list[bytes], work: Callable[[PageStore, list[int]], list[PageStatus]]
     ) -> list[PageStatus]:
-        """Let every root do its rows, the last of them on this thread; a root that raises fails its own."""
-        status: list[PageStatus] = [failed("root_failed")] * len(names)
-        parts = [(number, rows) for number, rows in enumerate(self._places(names)) if rows]
+        """Let every root do its rows, the first of them on this thread; a root that raises fails its own."""
+        all_rows = self._places(names)
+        parts = [(one, rows) for one, rows in zip(self._stores, all_rows, strict=True) if rows]
+        pools = [pool for pool, rows in zip(self._pools, all_rows, strict=True) if rows]
+        futures = [pool.submit(work, *part) for pool, part in zip(pools[1:], parts[1:], strict=True)]
+        answers: list[Callable[[], list[PageStatus]]] = [partial(work, *part) for part in parts[:1]]
+        answers += [future.result for future in futures]
+        try:
+            return self._verdicts(len(names), parts, answers)
+        finally:
+            wait(futures)  # nobody touches the memory any more
 
-        def run(number: int, rows: list[int]) -> None:
-            store = self._stores[number]
+    @staticmethod
+    def _verdicts(
+        count: int,
+        parts: Sequence[tuple[PageStore, list[int]]],
+        answers: Sequence[Callable[[], list[PageStatus]]],
+    ) -> list[PageStatus]:
+        """Collect what each root says of its rows; one that raises fails its own."""
+        status: list[PageStatus] = [failed("root_failed")] * count
+
+        def collect(store: PageStore, rows: list[int], answer: Callable[[], list[PageStatus]]) -> None:
             try:
-                verdicts = work(store, rows)
-            except ClosedError:
+                verdicts = answer()
+            except _REFUSALS:
                 raise
             except Exception as error:  # noqa: BLE001 - a fault of one drive is no fault of the others
                 _LOG.exception("%s failed", store.root)
@@ -173,15 +204,7 @@ class SeveralRoots(PageStore):
             for row, verdict in zip(rows, verdicts, strict=True):
                 status[row] = verdict
 
-        futures = [self._pools[number].submit(run, number, rows) for number, rows in parts[:-1]]
-        try:
-            if parts:
-                run(*parts[-1])
-        finally:
-            errors = [future.exception() for future in futures]  # nobody touches the memory any more
-        for error in errors:
-            if error is not None:
-                raise error
+        all_answers([partial(collect, *part, answer) for part, answer in zip(parts, answers, strict=True)])
         return status
 
     # -- removing and pinning --------------------------------------------------------------------------
@@ -192,7 +215,7 @@ class SeveralRoots(PageStore):
 
     def clear(self) -> int:
         """Remove every page that this process's partitions hold; return how many."""
-        return sum(store.clear() for store in self._stores)
+        return sum(all_answers([store.clear for store in self._stores]))
 
     def pin(self, keys: Sequence[PageKey]) -> list[PageStatus]:
         """Keep the pages from eviction until `unpin`, over restarts too."""
@@ -220,7 +243,7 @@ class SeveralRoots(PageStore):
                 total[name] = value if len(set(values)) == 1 else ", ".join(map(str, values))
         total["roots"] = [
             *({"root": str(root), **one} for root, one in zip(self.roots, each, strict=True)),
-            *({"root": str(root), "left_out": why} for root, why in self._left_out.items()),
+            *({"root": str(root), "left_out": why} for root, why in self.left_out.items()),
         ]
         return total
 
@@ -242,12 +265,16 @@ class SeveralRoots(PageStore):
                 reports.append(closer.result())
             except Exception as error:  # noqa: BLE001 - the others are closed all the same
                 errors.append(error)
-        for pool in self._pools:
-            pool.shutdown()
+        self.end_threads()
         if errors:
             raise errors[0]
         abandoned = sum(report.abandoned_calls for report in reports)
         return CloseReport(abandoned, synced=all(report.synced for report in reports))
+
+    def end_threads(self) -> None:
+        """Let the threads that make calls on roots end; the stores stay open."""
+        for pool in self._pools:
+            pool.shutdown()
 
     @property
     def closed(self) -> bool:
@@ -257,6 +284,20 @@ class SeveralRoots(PageStore):
     def __repr__(self) -> str:
         inside = ", ".join(map(repr, self._stores))
         return f"SeveralRoots({inside})"
+
+
+def all_answers(answers: Sequence[Callable[[], _T]]) -> list[_T]:
+    """Get every answer, then raise the first error that there was."""
+    errors: list[Exception] = []
+    found: list[_T] = []
+    for answer in answers:
+        try:
+            found.append(answer())
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return found
 
 
 def _by_key(

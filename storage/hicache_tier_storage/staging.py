@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hicache_tier_kernels import RowMap
 
     from .device_sums import Summer
+    from .lease import Lease
 
 HALF_NBYTES = 32 << 20
 HALVES = 2
@@ -41,6 +42,7 @@ _RINGS = 4  # of a kind, at once
 _SUMMERS = 8  # shapes of pages that a ring remembers
 _DEADLINE_S = 60.0
 _SPIN_S, _PAUSE_S = 200e-6, 50e-6
+_LOOK_S = 0.02  # whether a ring is free
 
 
 class StagingError(Exception):
@@ -231,39 +233,50 @@ def aside(device: torch.device) -> AbstractContextManager[object]:
 
 
 class _Rings:
-    """Rings that exist, by kind: idle ones, and how many are lent."""
+    """Rings that exist, by kind: idle ones, and the leases of the calls that they are lent to.
+
+    A call whose lease has ended keeps its ring, and does not keep others from having one.
+    """
 
     def __init__(self) -> None:
         self.waited_s = 0.0
         self.changed = threading.Condition()
         self.idle: dict[RingKind, list[Ring]] = {}
-        self.lent: dict[RingKind, int] = {}
+        self.lent: dict[RingKind, list[Lease | None]] = {}
         self.given_up: list[Ring] = []  # bytes may still arrive in them: kept for ever
 
-    def take(self, kind: RingKind) -> Ring:
+    def take(self, kind: RingKind, lease: Lease | None) -> Ring:
+        until_s = time.monotonic() + _DEADLINE_S
         with self.changed:
-            if not self.changed.wait_for(lambda: self.lent.get(kind, 0) < _RINGS, _DEADLINE_S):
-                raise StagingError(f"device_busy: no staging memory was free within {_DEADLINE_S:.0f} s")
-            self.lent[kind] = self.lent.get(kind, 0) + 1
+            lent = self.lent.setdefault(kind, [])
+            while sum(one is None or not one.ended for one in lent) >= _RINGS:
+                if time.monotonic() > until_s:
+                    raise StagingError(f"device_busy: no staging memory was free within {_DEADLINE_S:.0f} s")
+                self.changed.wait(_LOOK_S)  # the end of a lease is not told
+            lent.append(lease)
             idle = self.idle.get(kind)
             if idle:
                 return idle.pop()
         try:
             return Ring(kind)
         except BaseException:
-            self._returned(kind)
+            self._returned(kind, lease)
             raise
 
-    def give_back(self, ring: Ring) -> None:
+    def give_back(self, ring: Ring, lease: Lease | None) -> None:
         with self.changed:
             self.waited_s += ring.waited_s
             ring.waited_s = 0.0
-            (self.idle.setdefault(ring.kind, []) if ring.usable else self.given_up).append(ring)
-        self._returned(ring.kind)
+            idle = self.idle.setdefault(ring.kind, [])
+            if not ring.usable:
+                self.given_up.append(ring)
+            elif len(idle) < _RINGS:
+                idle.append(ring)
+        self._returned(ring.kind, lease)
 
-    def _returned(self, kind: RingKind) -> None:
+    def _returned(self, kind: RingKind, lease: Lease | None) -> None:
         with self.changed:
-            self.lent[kind] -= 1
+            self.lent[kind].remove(lease)
             self.changed.notify()
 
 
@@ -276,10 +289,17 @@ def waited_s() -> float:
 
 
 @contextmanager
-def lent_ring(kind: RingKind) -> Iterator[Ring]:
-    """Lend a ring for a block; what the device still does with it is waited for at the end."""
+def lent_ring(kind: RingKind, lease: Lease | None = None) -> Iterator[Ring]:
+    """Lend a ring for a block; what the device still does with it is waited for at the end.
+
+    Parameters
+    ----------
+    kind : RingKind
+    lease : Lease, optional
+        Of the call: others have not to wait for the ring of one that was left.
+    """
     rings = _RINGS_OF_PROCESS
-    ring = rings.take(kind)
+    ring = rings.take(kind, lease)
     try:
         yield ring
     finally:
@@ -290,7 +310,7 @@ def lent_ring(kind: RingKind) -> Iterator[Ring]:
             ring.usable = False
             raise
         finally:
-            rings.give_back(ring)
+            rings.give_back(ring, lease)
 
 
 def _forget_in_child() -> None:

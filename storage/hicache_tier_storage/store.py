@@ -21,7 +21,6 @@ from .keeper import Keeper
 from .keys import PageKey, normalise_key, normalise_keys
 from .payloads import payload_of
 from .putter import Offer, Putter
-from .record import key_head
 from .status import ABSENT, DELETED, PageStatus, failed
 
 if TYPE_CHECKING:
@@ -435,11 +434,7 @@ class PageStore:
         """Check what is to be stored."""
         self._writable()
         names = normalise_keys(keys)
-        parent_keys = _parent_keys(names, parents)
-        heads = [0 if parent is None else key_head(parent) for parent in parent_keys]
-        there = [parent for parent in parent_keys if parent is not None]
-        payload = self._payload(host, pages, len(names))
-        return Offer(names, there, heads, payload)
+        return Offer.of(names, parents, self._payload(host, pages, len(names)))
 
     def _store(self, offer: Offer, *, pin: bool) -> list[PageStatus]:
         """Store what was checked."""
@@ -473,14 +468,6 @@ class PageStore:
         self._cache.after_fork()
         if core.writer is not None:
             core.writer.disown_lock()
-
-
-def _parent_keys(names: list[bytes], parents: Sequence[PageKey | None] | None) -> list[bytes | None]:
-    if parents is None:
-        return [None] * len(names)
-    if len(parents) != len(names):
-        raise InvalidArgumentError(f"{len(names)} keys need as many parents, got {len(parents)}.")
-    return [None if parent is None else normalise_key(parent) for parent in parents]
 
 
 def _disown_parents_stores() -> None:
