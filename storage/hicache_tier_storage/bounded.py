@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .payload import Pool
 
 _LOG = logging.getLogger(__name__)
+DEADLINE_S = 30.0
 _MOST_CALLS = 64  # under way on one root
 _MOST_LATE = 4  # that were left and did not return: storage is known to hang
 _FOLLOW_S = 0.1  # what a lookup waits for news of other writers

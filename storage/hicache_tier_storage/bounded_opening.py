@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from .store import PageStore
 
-DEADLINE_S = 30.0
 OPENING = 4  # deadlines that an opening may take: it may have to look at every page
 _ENDS_S = 1.0  # the thread of an opening, once that is over
 

@@ -19,7 +19,8 @@ from hicache_tier.layout import Layout
 
 from .access import Access, Owners
 from .asked_capacity import parse_capacity
-from .bounded_opening import DEADLINE_S, check_deadline, open_bounded
+from .bounded import DEADLINE_S
+from .bounded_opening import check_deadline, open_bounded
 from .capacity import LOCK_NAME, RootBudget, partition_paths
 from .creation import lock_partition, refuse_link
 from .encryption import EncryptionKey, match_key, stated_check
