@@ -13,7 +13,7 @@ from hicache_tier_storage import slab as slabs
 from hicache_tier_storage.record import COMMITTED, as_words, new_records, seal
 
 GEOMETRY = KVGeometry.mha(num_layers=1, num_kv_heads=1, head_dim=8, dtype="int8", page_tokens=2)
-SLABS, SLOTS = 8, 65_536
+SLABS, SLOTS = 16, 65_536
 
 
 def sparse_slab(path, shape, *_):
@@ -23,7 +23,7 @@ def sparse_slab(path, shape, *_):
         file.write(shape.tail())
 
 
-def test_half_a_million_slots_open_soon_and_match_at_once(memory_path, monkeypatch):
+def test_a_million_slots_open_soon_and_match_at_once(memory_path, monkeypatch):
     from hicache_tier_storage import growth
 
     monkeypatch.setattr(slabs, "SLAB_TARGET_NBYTES", SLOTS * 4096)
@@ -65,4 +65,4 @@ def test_half_a_million_slots_open_soon_and_match_at_once(memory_path, monkeypat
         f" [{SLABS * SLOTS} slots open in {opened:.2f} s, {len(names) / matched / 1e6:.1f} M keys/s matched]",
         end="",
     )
-    assert opened < 10
+    assert opened < 20
