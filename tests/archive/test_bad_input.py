@@ -148,6 +148,12 @@ def test_any_part_of_a_manifest_may_be_junk(archive, data, junk):
         path.write_text(good)
 
 
+@pytest.mark.parametrize("created", [10**400, float("nan"), float("inf"), -1, "now", None])
+def test_whenever_an_archive_says_it_was_made(archive, tmp_path, created):
+    edit(archive, lambda manifest: manifest.update(created=created))
+    assert import_archive(archive, tmp_path / "new").imported == 20
+
+
 def test_later_versions_are_refused_by_number(archive, tmp_path):
     edit(archive, lambda manifest: manifest.update(version=2))
     refused(archive, tmp_path, "version 2.*version 1", FormatVersionError)

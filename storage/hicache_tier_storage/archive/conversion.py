@@ -11,10 +11,14 @@ from hicache_tier.geometry import PoolKind, positive
 from hicache_tier.layout import Layout
 
 from .convert import FLOATS
+from .manifest import MAX_PAGE_NBYTES
 
 if TYPE_CHECKING:
     from hicache_tier.geometry import KVGeometry
     from hicache_tier_storage.identity import Identity
+
+
+_MOST_RANKS = 4096
 
 
 class CannotConvertError(Exception):
@@ -61,6 +65,8 @@ class Conversion:
         """Check what a user asked for."""
         numbers = {"page_tokens": page_tokens, "tp": tp, "kv_heads": kv_heads}
         checked = {name: None if value is None else positive(name, value) for name, value in numbers.items()}
+        if checked["tp"] is not None and checked["tp"] > _MOST_RANKS:
+            raise InvalidArgumentError(f"tp must be at most {_MOST_RANKS}, got {tp}.")
         wanted = None if dtype is None else DType.parse(dtype)
         if wanted not in {None, *FLOATS}:
             names = ", ".join(one.label for one in FLOATS)
@@ -82,6 +88,14 @@ def heads_of(rank: int, size: int, total: int) -> range:
         return range(rank * total // size, (rank + 1) * total // size)
     first = rank // (size // total)
     return range(first, first + 1)
+
+
+def holders_of(head: int, size: int, total: int) -> range:
+    """Ranks that hold a head; they hold the same heads."""
+    if size <= total:
+        return range(head * size // total, head * size // total + 1)
+    each = size // total
+    return range(head * each, (head + 1) * each)
 
 
 def converted_geometry(
@@ -124,6 +138,8 @@ def why_not_converted(old: KVGeometry, new: KVGeometry, conversion: Conversion) 
         return "page_tokens: a page of the indexer is one opaque block"
     if many % few:
         return f"page_tokens: {old.page_tokens} and {new.page_tokens} are no multiples of each other"
+    if new.page_nbytes > MAX_PAGE_NBYTES:
+        return f"size: a page would have {new.page_nbytes} bytes, and has at most {MAX_PAGE_NBYTES}"
     if conversion.dtype is not None and old.kind is not PoolKind.INDEXER and old.dtype not in FLOATS:
         return f"dtype: {old.dtype.label} is not converted"
     exact = old.dtype is new.dtype or new.dtype is DType.FLOAT32

@@ -24,6 +24,7 @@ MAX_MANIFEST_NBYTES = 16 << 20
 MAX_PAGE_NBYTES = 1 << 30
 _MAX_PAGES = 1 << 40
 _MAX_PAGE_TOKENS = 4096
+_MOST_SECONDS = 1 << 40
 
 
 def geometry_of(data: Any) -> KVGeometry:  # noqa: ANN401 - whatever a file holds
@@ -206,4 +207,5 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         if held != part.geometry.as_dict() or identity.get("axis_order") != part.layout.page_axes:
             raise ArchiveError(f"{part.name}: its geometry or axis order is not its namespace's.")
     created = data.get("created")
-    return Manifest(spaces, parts, float(created) if isinstance(created, int | float) else 0.0)
+    known = isinstance(created, int | float) and 0 <= created < _MOST_SECONDS
+    return Manifest(spaces, parts, float(created) if known else 0.0)

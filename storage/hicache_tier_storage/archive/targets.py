@@ -15,6 +15,7 @@ from .conversion import (
     Conversion,
     converted_geometry,
     heads_of,
+    holders_of,
     total_heads,
     why_not_converted,
 )
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .units import Units
 
 _COORDINATE = re.compile(r"([a-z]{2})(\d+)of(\d+)")
+_MOST_NAMED = 8
 _TEXTS = ("model", "revision", "adapter", "scales", "rope", "key_algorithm")
 
 
@@ -206,8 +208,8 @@ def _ranks_after(identity: Identity, tp: int, conversion: Conversion) -> list[in
     if tp == identity.tp.size:
         return [identity.tp.rank]
     total = total_heads(identity, conversion)
-    held = {*heads_of(identity.tp.rank, identity.tp.size, total)}
-    return [rank for rank in range(tp) if held.intersection(heads_of(rank, tp, total))]
+    held = heads_of(identity.tp.rank, identity.tp.size, total)
+    return [*range(holders_of(held[0], tp, total).start, holders_of(held[-1], tp, total).stop)]
 
 
 def _find_pieces(target: Target, sources: list[tuple[ArchivePart, Identity]], conversion: Conversion) -> str:
@@ -225,22 +227,21 @@ def _find_pieces(target: Target, sources: list[tuple[ArchivePart, Identity]], co
     by_rank = {own.tp.rank: part for part, own in beside}
     if old_size == new.tp.size:
         by_rank = {rank: part for rank, part in by_rank.items() if rank == new.tp.rank}
-    missing: list[int] = []
-    for at, head in enumerate(heads_of(new.tp.rank, new.tp.size, total)):
-        holders = [rank for rank in range(old_size) if head in heads_of(rank, old_size, total)]
+    wanted = heads_of(new.tp.rank, new.tp.size, total)
+    missing: list[str] = []
+    head = wanted.start
+    while head < wanted.stop:
+        holders = holders_of(head, old_size, total)
+        held = heads_of(holders[0], old_size, total)
+        stop = min(held.stop, wanted.stop)
         rank = next((rank for rank in holders if rank in by_rank), None)
         if rank is None:
-            missing.append(holders[0])
-            continue
-        first = head - heads_of(rank, old_size, total).start
-        last = target.pieces[-1] if target.pieces else None
-        if last and last.part is by_rank[rank] and last.heads.source + last.heads.count == first:
-            target.pieces[-1] = replace(last, heads=replace(last.heads, count=last.heads.count + 1))
+            missing.append(f"tp{holders[0]}of{old_size}")
         else:
-            target.pieces.append(Piece(by_rank[rank], HeadRange(first, at, 1)))
-    names = ", ".join(f"tp{rank}of{old_size}" for rank in dict.fromkeys(missing))
-    return (
-        f"rank: {names} is not in the archive, and holds heads of tp{new.tp.rank}of{new.tp.size}"
-        if names
-        else ""
-    )
+            heads = HeadRange(head - held.start, head - wanted.start, stop - head)
+            target.pieces.append(Piece(by_rank[rank], heads))
+        head = stop
+    if not missing:
+        return ""
+    names = ", ".join(missing[:_MOST_NAMED]) + (", ..." if len(missing) > _MOST_NAMED else "")
+    return f"rank: {names} is not in the archive, and holds heads of tp{new.tp.rank}of{new.tp.size}"
