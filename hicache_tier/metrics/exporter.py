@@ -46,8 +46,11 @@ class Exporter:
         self.instruments = Instruments.of(registry)
         try:
             self._server, self._thread = start_http_server(port, address, registry=registry)
-        except OSError as error:
-            raise InvalidArgumentError(f"metrics_port {port} cannot be had: {error.strerror}.") from error
+        except (OSError, OverflowError, ValueError) as error:  # taken; above 65535; an address that is none
+            said = str(getattr(error, "strerror", None) or error).rstrip(".")
+            raise InvalidArgumentError(
+                f"metrics_port {port} cannot be had at {address!r}: {said}."
+            ) from error
 
     def close(self) -> None:
         """Stop serving."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
+_LOG = logging.getLogger(__name__)
 _SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 # name -> (kind, help, labels beside `rank`)
 METRICS: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
@@ -32,7 +34,10 @@ _LOCK = threading.Lock()
 
 
 class Instruments:
-    """The instruments of one registry. Get one with `of`: a name can be registered only once."""
+    """The instruments of one registry. Get one with `of`: a name can be registered only once.
+
+    Counting raises nothing: prometheus-client may keep its values in files, which may fail.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         import prometheus_client
@@ -51,6 +56,7 @@ class Instruments:
             name: makers[kind](name, text, ("rank", *labels), registry=registry, **options[kind])
             for name, (kind, text, labels) in METRICS.items()
         }
+        self._failed = False
 
     @classmethod
     def of(cls, registry: CollectorRegistry | None = None) -> Instruments:
@@ -66,12 +72,21 @@ class Instruments:
 
     def add(self, name: str, labels: Iterable[str], amount: float = 1) -> None:
         """Add to a counter."""
-        self._all[name].labels(*labels).inc(amount)
+        self._tell("inc", name, labels, amount)
 
     def set(self, name: str, labels: Iterable[str], value: float) -> None:
         """Set a gauge."""
-        self._all[name].labels(*labels).set(value)
+        self._tell("set", name, labels, value)
 
     def observe(self, name: str, labels: Iterable[str], value: float) -> None:
         """Add an observation to a histogram."""
-        self._all[name].labels(*labels).observe(value)
+        self._tell("observe", name, labels, value)
+
+    def _tell(self, verb: str, name: str, labels: Iterable[str], value: float) -> None:
+        instrument = self._all[name]
+        try:
+            getattr(instrument.labels(*labels), verb)(value)
+        except Exception:  # noqa: BLE001 - whatever it is, pages matter more
+            if not self._failed:
+                _LOG.exception("metrics cannot be kept; this is said once")
+            self._failed = True

@@ -23,9 +23,11 @@ from hicache_tier.integrations.sglang.options import Options
 from hicache_tier.integrations.sglang.pool import Pool
 from hicache_tier.integrations.sglang.ranks import Ranks
 from hicache_tier.integrations.sglang.tally import Tally
+from hicache_tier.integrations.sglang.verdicts import kinds_of
 from hicache_tier.metrics import Exporter, Instruments, dashboard_text
 from hicache_tier.metrics.instruments import METRICS
 from hicache_tier.testing.array_pool import ArrayPool, fill_pages, keys_of
+from hicache_tier_storage.status import failed
 
 GEOMETRY = KVGeometry.mha(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float16", page_tokens=4)
 
@@ -110,6 +112,39 @@ def test_a_port_of_its_own_serves_them_and_is_given_back():
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             assert 'hicache_tier_lookup_pages_total{rank="r",result="hit"} 3.0' in answer.read().decode()
         exporter.close()
+
+
+@pytest.mark.parametrize("port, address", [(65536, "127.0.0.1"), (9400, "no such host"), (9400, "a" * 300)])
+def test_a_port_or_address_that_is_none_is_one_line(port, address):
+    with pytest.raises(InvalidArgumentError, match=f"metrics_port {port} cannot be had at") as error:
+        Exporter(port, address)
+    assert "\n" not in str(error.value)
+
+
+def test_metrics_that_cannot_be_kept_harm_nobody(caplog):
+    instruments = Instruments.of(CollectorRegistry())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for instrument in instruments._all.values():
+        instrument.labels = full
+    tally = Tally("r", instruments)
+    tally.lookup(3, 2)
+    tally.refused("get", "kv", "absent", 1)
+    instruments.set("hicache_tier_breaker_open", ("r", "get"), 1)
+    instruments.observe("hicache_tier_call_seconds", ("r", "get"), 1)
+    assert tally.reasons["exists", "hit"] == 2
+    assert [record.message for record in caplog.records] == ["metrics cannot be kept; this is said once"]
+
+
+def test_verdicts_may_come_in_while_they_are_counted():
+    class Growing(list):
+        def __iter__(self):
+            yield from list.__iter__(self)
+            self.append(failed("another"))
+
+    assert sum(kinds_of(Growing([failed("one"), failed("two")])).values()) == 2
 
 
 def test_without_a_port_they_are_in_the_processs_registry():
