@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -79,13 +81,13 @@ class Moody(PosixEngine):
 
 
 class Rig:
-    def __init__(self, root, engine, **options):
-        defaults = {"deadline_s": 0.3, "probe_interval_s": 0.2, "capacity_bytes": "64 MiB", "metrics": False}
+    def __init__(self, root, engine, weights=lambda: None, **options):
+        defaults = {"deadline_s": 4, "probe_interval_s": 0.2, "capacity_bytes": "64 MiB", "metrics": False}
         self.options = Options.parse({"root": str(root), **defaults, **options})
         self.host, self.engine = HostPool(), engine
         ranks = Ranks("m", (0, 1), (0, 1), (0, 1), replicated=False, writer=True)
         self.tally = Tally("tp0", None)
-        self.desk = Desk(self.options, self.tally)
+        self.desk = Desk(self.options, self.tally, weights=weights)
         view = PoolView(self.host, "kv")
         self.pool = Pool(view, self.options, ranks, {}, engine=engine)
         self.desk.pools["kv"] = self.pool
@@ -158,6 +160,7 @@ def test_pages_go_to_storage_and_come_back(rig):
 def test_a_get_that_hangs_is_a_miss_in_time_and_never_writes_later(rig, engine):
     assert rig.put(NAMES, range(16)) == ["stored"] * 16
     rig.fill(2)
+    rig.desk.deadline_s = 0.3
     engine.free.clear()
     started_s = time.monotonic()
     assert rig.get(NAMES[:8], range(8)) == ["late"] * 8
@@ -171,11 +174,13 @@ def test_a_get_that_hangs_is_a_miss_in_time_and_never_writes_later(rig, engine):
 
 
 def test_a_put_that_hangs_is_not_stored_and_stores_nothing_later(rig, engine):
+    rig.desk.deadline_s = 0.3
     engine.free.clear()
     started_s = time.monotonic()
     assert rig.put(NAMES[:8], range(8)) == ["late"] * 8
     assert time.monotonic() - started_s < 3.0
     rig.fill(2)  # as SGLang gives the pages to somebody else
+    rig.desk.deadline_s = 4
     engine.free.set()
     assert until(lambda: rig.desk._lanes["set"].in_flight == 0)
     assert rig.pool.match(NAMES) == 0
@@ -189,13 +194,15 @@ def test_a_put_that_hangs_is_not_stored_and_stores_nothing_later(rig, engine):
 def test_slow_storage_opens_a_breaker_that_closes_by_itself(rig, engine):
     assert rig.put(NAMES, range(16)) == ["stored"] * 16
     engine.delay_s["read"] = engine.delay_s["write"] = 2.0
+    rig.desk.deadline_s = 0.3
     assert rig.get(NAMES[:4], range(4)) == ["late"] * 4
     assert rig.look(NAMES) == 0
     started_s = time.monotonic()
     assert rig.get(NAMES, range(16)) == ["breaker_open"] * 16
     assert rig.put(keys_of("more", 3), range(3)) == ["breaker_open"] * 3
-    assert time.monotonic() - started_s < 0.1
+    assert time.monotonic() - started_s < 1.0
     assert rig.tally.reasons["set", "breaker_open"] == 3
+    rig.desk.deadline_s = 4
     engine.delay_s = dict.fromkeys(engine.delay_s, 0.0)
     assert until(lambda: rig.look(NAMES) == 16)  # with no call of ours but lookups
     assert rig.get(NAMES, range(16)) == ["loaded"] * 16
@@ -206,15 +213,18 @@ def test_slow_storage_opens_a_breaker_that_closes_by_itself(rig, engine):
 def test_writes_that_are_late_do_not_close_off_reads_that_are_not(rig, engine):
     assert rig.put(NAMES, range(16)) == ["stored"] * 16
     engine.delay_s["write"] = 2.0
+    rig.desk.health = Health(3600)
+    rig.desk.deadline_s = 0.3
     assert rig.put(keys_of("more", 3), range(3)) == ["late"] * 3
+    rig.desk.deadline_s = 4
     assert rig.desk.health.writes_open
-    assert until(lambda: rig.look(NAMES) == 16, 1.0)
+    assert until(lambda: rig.look(NAMES) == 16)
     assert rig.get(NAMES, range(16)) == ["loaded"] * 16
     assert rig.put(keys_of("more", 3), range(3)) == ["breaker_open"] * 3
 
 
 def test_what_was_done_in_time_counts(tmp_path, engine):
-    rig = Rig(tmp_path / "root", engine, deadline_s=1.0)
+    rig = Rig(tmp_path / "root", engine, deadline_s=2.0)
     rig.fill()
     assert rig.put(NAMES, range(16)) == ["stored"] * 16
     rig.pool.paces["get"].pages = 1
@@ -224,7 +234,7 @@ def test_what_was_done_in_time_counts(tmp_path, engine):
     reasons = rig.get(NAMES, range(16))
     loaded = reasons.count("loaded")
     assert reasons == ["loaded"] * loaded + ["late"] * (16 - loaded)
-    assert 1 <= loaded <= 4
+    assert 1 <= loaded <= 8
     assert same(rig.content(range(loaded)), wanted[:loaded])
     rig.desk.close()
 
@@ -254,8 +264,9 @@ def test_errors_of_storage_are_misses_with_their_reason(rig, engine):
 
 
 def test_hung_calls_take_threads_up_to_a_bound(tmp_path, engine):
-    rig = Rig(tmp_path / "root", engine, threads_per_direction=2, deadline_s=0.1, probe_interval_s=3600)
+    rig = Rig(tmp_path / "root", engine, threads_per_direction=2, probe_interval_s=3600)
     assert rig.put(NAMES, range(16)) == ["stored"] * 16
+    rig.desk.deadline_s = 0.1
     engine.free.clear()
     for _ in range(2):
         rig.desk.health = Health(3600)
@@ -263,7 +274,7 @@ def test_hung_calls_take_threads_up_to_a_bound(tmp_path, engine):
     rig.desk.health = Health(3600)
     started_s = time.monotonic()
     assert rig.get(NAMES[:2], range(2)) == ["too_many_calls"] * 2
-    assert time.monotonic() - started_s < 0.1
+    assert time.monotonic() - started_s < 1.0
     engine.free.set()
     rig.desk.close()
 
@@ -286,6 +297,7 @@ def test_a_store_that_does_not_open_is_given_up_and_closed_once_it_does(rig, mon
 
 
 def test_close_ends_in_time_however_storage_hangs(rig, engine):
+    rig.desk.deadline_s = 0.3
     engine.free.clear()
     assert rig.put(NAMES, range(16)) == ["late"] * 16
     started_s = time.monotonic()
@@ -306,7 +318,7 @@ def test_gets_and_puts_go_side_by_side(tmp_path, engine):
     ]
     for thread in threads:
         thread.start()
-    assert until(lambda: engine.calls[-2:] in (["read", "write"], ["write", "read"]), 3.0)
+    assert until(lambda: engine.calls[-2:] in (["read", "write"], ["write", "read"]), 3.5)
     engine.free.set()
     for thread in threads:
         thread.join()
@@ -332,9 +344,65 @@ def test_lookups_find_what_others_store(tmp_path, engine):
     one.fill()
     assert two.look(NAMES) == 0
     assert one.put(NAMES, range(16)) == ["stored"] * 16
-    assert until(lambda: two.look(NAMES) == 16, 3.0)
+    assert until(lambda: two.look(NAMES) == 16)
     for rig in (one, two):
         rig.desk.close()
+
+
+def test_once_the_weights_are_others_nothing_is_found_loaded_or_stored(tmp_path, engine):
+    version = ["1"]
+    rig = Rig(tmp_path / "root", engine, weights=lambda: version[0])
+    rig.fill()
+    assert rig.put(NAMES, range(16)) == ["stored"] * 16
+    version[0] = "2"
+    before = rig.host.raw.copy()
+    assert rig.look(NAMES) == 0
+    assert rig.get(NAMES, range(16, 32)) == ["weights_changed"] * 16
+    assert (rig.host.raw == before).all()
+    more = keys_of("more", 3)
+    assert rig.put(more, range(3)) == ["weights_changed"] * 3
+    version[0] = "1"
+    assert rig.look(NAMES) == 16
+    assert rig.look(more) == 0
+    rig.desk.close()
+
+
+def test_a_call_may_be_of_more_pools_than_there_are_threads(tmp_path, engine):
+    rig = Rig(tmp_path / "root", engine, threads_per_direction=2)
+    rig.fill()
+    parts = [rig.pages(NAMES[at : at + 2], range(at, at + 2)) for at in range(0, 10, 2)]
+    assert [[one.reason for one in verdicts] for verdicts in rig.desk.put(parts)] == [["stored"] * 2] * 5
+    rig.desk.close()
+
+
+def test_what_is_late_keeps_no_memory_once_all_is_closed(tmp_path, engine):
+    rig = Rig(tmp_path / "root", engine)
+    rig.desk.deadline_s = 0.3
+    engine.free.clear()
+    assert rig.put(NAMES, range(16)) == ["late"] * 16
+    engine.free.set()
+    assert until(lambda: rig.desk._lanes["set"].in_flight == 0)
+    rig.desk.close()
+    with pytest.raises(StoreError, match="closed"):
+        rig.desk.open(lambda: rig.pool)
+    desk, memory = rig.desk, weakref.ref(rig.host.kv_buffer)
+    rig.host = rig.pool = None
+    gc.collect()
+    assert memory() is None
+    assert desk.pools == {}
+
+
+def test_a_name_that_begins_with_another_models_path_is_not_that_model(tmp_path, engine):
+    def model(served, path):
+        rig = Rig(tmp_path / "root", engine)
+        ranks = Ranks(served, (0, 1), (0, 1), (0, 1), replicated=False, writer=True)
+        pool = Pool(PoolView(rig.host, "kv"), rig.options, ranks, {"model_path": path}, engine=engine)
+        pool.store.close()
+        rig.desk.close()
+        return pool.store.identity.model
+
+    assert model("org/m-chat", "org/m-chat") == "org/m-chat"
+    assert model("org/m-chat", "org/m") == 'org/m-chat #{"model_path":"org/m"}'
 
 
 def test_lane_threads_end_when_it_closes():

@@ -71,7 +71,7 @@ def rig(tmp_path, request):
     class Rig:
         engine, kvcache = Gated(), MHATokenToKVPool()
         options = LinkerOptions.parse(
-            {"root": str(root), "capacity_bytes": "4 MiB", "deadline_s": 0.2, "metrics": False} | sealed
+            {"root": str(root), "capacity_bytes": "4 MiB", "deadline_s": 4, "metrics": False} | sealed
         )
         tally = Tally("tp0", None)
         desk = Desk(options.common, tally)
@@ -109,9 +109,10 @@ def test_a_late_read_lands_nowhere_and_a_late_write_is_not_stored(rig):
     assert rig.move("put", names, range(4)) == ["stored"] * 4
     rig.engine.free.clear()
     was = rig.kvcache.rows.clone()
+    rig.desk.deadline_s = 0.2
     started_s = time.monotonic()
     assert rig.move("get", names, range(8, 12)) == ["late"] * 4
-    assert time.monotonic() - started_s < 1.5
+    assert time.monotonic() - started_s < 3.0
     assert rig.move("put", keys_of("other", 2), [0, 1]) == ["breaker_open"] * 2
     rig.engine.free.set()
     assert rig.desk.health.reads_open
@@ -119,6 +120,7 @@ def test_a_late_read_lands_nowhere_and_a_late_write_is_not_stored(rig):
     while rig.desk.health.reads_open and time.monotonic() < until_s:
         time.sleep(0.02)
     assert torch.equal(rig.kvcache.rows, was)
+    rig.desk.deadline_s = 4
     assert rig.move("get", names, range(8, 12)) == ["loaded"] * 4
 
 

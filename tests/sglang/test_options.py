@@ -80,6 +80,20 @@ def test_ranks_and_what_cannot_be_stored():
             Ranks.of(config, None)
 
 
+def test_every_process_of_a_server_has_a_number_of_its_own():
+    """Ranks of attention groups are counted within each, and so are those of replicas."""
+    numbers, labels = set(), set()
+    for dp in range(2):
+        for tp in range(3):
+            config = Config()
+            config.tp_rank, config.tp_size, config.dp_rank = tp, 3, dp
+            ranks = Ranks.of(config, None)
+            numbers.add(ranks.number)
+            labels.add(ranks.label)
+    assert numbers == set(range(6))
+    assert len(labels) == 6
+
+
 def test_arguments_that_change_the_kv_are_part_of_the_model():
     plain = {"quantization": None, "revision": None, "weight_version": "default", "kv_cache_dtype": "auto"}
     assert server_facts(plain, one_byte=False, draft=False) == {}

@@ -391,9 +391,18 @@ def test_wrong_indices_fail_and_touch_nothing(storages):
         torch.tensor(beyond),
         slots(pool, range(3)).float(),
         slots(pool, [1, 1, 2]),
+        slots(pool, range(3)).bfloat16(),
+        slots(pool, range(3)).tolist(),
+        slots(pool, range(3)).reshape(3, PAGE).flip(1),  # a page's slots, but not in their order
+        slots(pool, range(3)).to("meta"),
+        None,
     ]
+    more = [key(number, "more") for number in range(3)]
     for indices in wrong:
         assert storage.batch_get_v1(keys, indices) == [False] * 3
+        if indices is not wrong[5]:
+            assert storage.batch_set_v1(more, indices) == [False] * 3
+    assert storage.batch_exists(more) == 0
     assert everything(pool) == before
     assert storage.batch_get_v1([], torch.empty(0, dtype=torch.int64)) == []
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_tier.errors import StoreError
@@ -34,6 +36,7 @@ _BREAKER = failed("breaker_open")
 _BUSY = failed("too_many_calls")
 _READ_ONLY = failed("read_only")
 _CLOSED = failed("closed")
+_WEIGHTS = failed("weights_changed")
 
 
 class Desk:
@@ -45,17 +48,34 @@ class Desk:
     tally : Tally
     follow_s : float
         What a lookup waits for news of other writers, at most.
+    weights : callable
+        Returns the version of the weights that the server computes with. Once it is another than at first
+        nothing is looked up, loaded or stored any more: the identity of the pages says the first.
 
     Attributes
     ----------
     pools : dict
         Registered pools by name.
     health : Health
+    deadline_s : float
+        Seconds that one call may take.
+    pid : int
+        Of the process that the threads are in.
     """
 
-    def __init__(self, options: Options, tally: Tally, follow_s: float = _FOLLOW_S) -> None:
+    def __init__(
+        self,
+        options: Options,
+        tally: Tally,
+        follow_s: float = _FOLLOW_S,
+        weights: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.pid = os.getpid()
+        self._weights, self._first_weights = weights, weights()
+        self._weights_differ = False
         self.pools: dict[str, Pool] = {}
         self.health = Health(options.probe_interval_s)
+        self.deadline_s = options.deadline_s
         self._options, self._tally, self._follow_s = options, tally, follow_s
         self._lanes = {op: Lane(f"sglang-{op}", options.threads_per_direction) for op in ("get", "set")}
         self._side = Lane("sglang-side", 4)  # following, probing, sampling
@@ -70,27 +90,46 @@ class Desk:
 
     def get(self, parts: Sequence[Pages]) -> list[list[PageStatus]]:
         """Load pages of several pools; one list of verdicts each, within the deadline."""
-        if self.health.reads_open:
-            return self._refuse("get", parts, _BREAKER)
-        return self._move("get", parts)
+        verdict = self._ended
+        if verdict is None and self.health.reads_open:
+            verdict = _BREAKER
+        return self._move("get", parts) if verdict is None else self._refuse("get", parts, verdict)
 
     def put(self, parts: Sequence[Pages]) -> list[list[PageStatus]]:
         """Store pages of several pools; one list of verdicts each, within the deadline."""
-        if self._options.read_only:
-            return self._refuse("set", parts, _READ_ONLY)
-        if not self.health.allow_write():
-            return self._refuse("set", parts, _BREAKER)
-        return self._move("set", parts)
+        verdict = self._ended
+        if verdict is None and self._options.read_only:
+            verdict = _READ_ONLY
+        if verdict is None and not self.health.allow_write():
+            verdict = _BREAKER
+        return self._move("set", parts) if verdict is None else self._refuse("set", parts, verdict)
+
+    @property
+    def _ended(self) -> PageStatus | None:
+        """Why nothing is looked up or moved any more, or None."""
+        if self._closing.is_set():
+            return _CLOSED
+        if (now := self._weights()) == self._first_weights:
+            return None
+        if not self._weights_differ:
+            self._weights_differ = True
+            _LOG.warning(
+                "the weights are %r now and were %r when this was attached: nothing is loaded or stored "
+                "until it is attached again",
+                now,
+                self._first_weights,
+            )
+        return _WEIGHTS
 
     def _move(self, op: str, parts: Sequence[Pages]) -> list[list[PageStatus]]:
-        if self._closing.is_set():
-            return self._refuse(op, parts, _CLOSED)
         lane, started_s = self._lanes[op], time.monotonic()
-        until_s = started_s + self._options.deadline_s
-        calls = [lane.start(part.get if op == "get" else part.put) for part in parts]
+        until_s = started_s + self.deadline_s
+        width = min(len(parts), self._options.threads_per_direction)
+        calls = [lane.start(partial(_one_by_one, op, parts[at::width])) for at in range(width)]
         late = False
         answers: list[list[PageStatus]] = []
-        for part, call in zip(parts, calls, strict=True):
+        for at, part in enumerate(parts):
+            call = calls[at % width]
             if call is None:
                 part.status[:] = [_BUSY] * len(part.status)
             elif not call.wait(until_s):
@@ -131,6 +170,8 @@ class Desk:
         StoreError
             Where that takes too long. What `make` raises is raised as it is.
         """
+        if self._closing.is_set():
+            raise StoreError("the adapter is closed.")
         given_up = threading.Event()
 
         def work() -> Pool:
@@ -152,7 +193,7 @@ class Desk:
 
     def may_look(self) -> bool:
         """Follow other writers, if it is time, and say whether lookups are answered."""
-        if self.health.reads_open or self._closing.is_set():
+        if self.health.reads_open or self._ended is not None:
             return False
         self._follow()
         return True
@@ -196,7 +237,7 @@ class Desk:
             return
         started_s = time.monotonic()
         call = self._side.start(self._try_reads)
-        ok = call is not None and call.wait(started_s + self._options.deadline_s) and call.result is True
+        ok = call is not None and call.wait(started_s + self.deadline_s) and call.result is True
         self.health.probed(started_s, ok=ok)
         if ok:
             _LOG.info("storage answers again")
@@ -240,7 +281,7 @@ class Desk:
         if closer.is_alive():
             _LOG.error("storage hangs: it is left to close in the background")
         self._side.close()
-        self.pools = {}  # and with them SGLang's memory
+        self.pools, self._suspects = {}, []  # and with them SGLang's memory
 
     def _close_stores(self) -> None:
         for name, pool in list(self.pools.items()):
@@ -248,3 +289,11 @@ class Desk:
                 pool.store.close(2.0)
             except Exception:  # noqa: BLE001 - the others are closed all the same
                 _LOG.exception("the store of pool %s did not close cleanly", name)
+
+
+def _one_by_one(op: str, parts: Sequence[Pages]) -> None:
+    for part in parts:
+        if op == "get":
+            part.get()
+        else:
+            part.put()

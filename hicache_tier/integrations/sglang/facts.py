@@ -22,18 +22,42 @@ _READ: Final = (*_MODEL, *_DRAFT, "kv_cache_dtype", "model_path")
 
 
 def server_arguments() -> dict[str, Any]:
-    """Return SGLang's arguments of this process, as it resolved them; nothing outside of a server."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
+    """Return SGLang's arguments of this process, as they are now; nothing outside of a server.
 
-        arguments = get_server_args()
+    They change while it runs: an update of the weights brings a `weight_version` of its own.
+    """
+    try:
+        from sglang.srt.runtime_context import get_context
+
+        context = get_context()
+        arguments = context.server_args
     except (ImportError, ValueError, AttributeError):
         return {}
     try:
-        resolved: dict[str, Any] = arguments.resolved_dict()
+        resolved: dict[str, Any] = context.resolved_server_args_dict()
     except (AttributeError, TypeError):  # another release
         resolved = {name: getattr(arguments, name, None) for name in _READ}
     return {name: plain(resolved.get(name)) for name in _READ}
+
+
+def weight_version() -> object:
+    """Return the version of the weights that the server computes with now; None outside of a server."""
+    try:
+        from sglang.srt.runtime_context import get_serving
+
+        return get_serving().weight_version
+    except (ImportError, ValueError, AttributeError):
+        return None
+
+
+def replica() -> int:
+    """Return which of the server's data-parallel replicas this process belongs to."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        return int(get_parallel().dp_rank or 0)
+    except (ImportError, ValueError, AttributeError, RuntimeError):
+        return 0
 
 
 def kv_cache_dtype(arguments: dict[str, Any]) -> str | None:

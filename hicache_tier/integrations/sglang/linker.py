@@ -18,7 +18,8 @@ from hicache_tier.metrics import Exporter
 from hicache_tier_storage.status import failed
 
 from .desk import Desk
-from .facts import kv_cache_dtype, server_arguments
+from .facts import kv_cache_dtype, server_arguments, weight_version
+from .guard import guarded, nothing
 from .hits import HitPolicy, SidePool, combine
 from .linker_calls import DevicePages, DeviceStore, as_view
 from .linker_offloads import Offload, Offloads
@@ -100,7 +101,7 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 None if port is None else port + self.ranks.number, common.metrics_address
             )
         self.tally = Tally(self.ranks.label, self._exporter.instruments if self._exporter else None)
-        self.desk = Desk(common, self.tally, _FOLLOW_S)
+        self.desk = Desk(common, self.tally, _FOLLOW_S, weight_version)
         self.stores: dict[str, DeviceStore] = {}
         try:
             for view in found.views:
@@ -127,6 +128,7 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # -- looking up ------------------------------------------------------------------------------------------
 
+    @guarded("exists", lambda *_, **__: [])
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Return every length of prefix, in pages, that all pools can restore in time; from memory."""
         del rid
@@ -222,6 +224,7 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # -- offloading ------------------------------------------------------------------------------------------
 
+    @guarded("set", lambda *_, **__: False)
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:
         """Store pages in the background; of ranks that hold the same bytes one does it."""
         del session_id
@@ -287,6 +290,7 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # -- control ---------------------------------------------------------------------------------------------
 
+    @guarded("reset", nothing)
     def reset(self) -> None:
         """Wait for what is under way; what is stored stays."""
         if not self._offloads.drain(time.monotonic() + _DRAIN_S):
@@ -294,6 +298,7 @@ class HiCacheTierLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loaded.clear()
         self.layer_done_counter.reset()
 
+    @guarded("close", nothing)
     def close(self) -> None:
         """Close the stores, within seconds."""
         if self._closed:
@@ -391,6 +396,7 @@ def _storage_config(params: Any, found: DevicePools) -> HiCacheStorageConfig:  #
         enable_storage_metrics=False,
         is_page_first_layout=False,
         model_name=get_serving().served_model_name,
+        dp_rank=parallel.attn_dp_rank if dp else 0,
     )
 
 

@@ -137,7 +137,8 @@ class Pool:
         draft = view.name.startswith("draft") or packs_draft(view.pool)
         facts = view.facts | server_facts(arguments, one_byte=one_byte, draft=draft)
         path = arguments.get("model_path")
-        if options.model is None and isinstance(path, str) and not ranks.model.startswith(path):
+        tagged = f"{path}-{view.facts.get('storage_format_tag')}"  # as SGLang tags names
+        if options.model is None and isinstance(path, str) and ranks.model not in {path, tagged}:
             facts["model_path"] = path  # the name is one that the operator chose to serve it under
         if view.sharded and not self.replicated and not _cut_by_heads(view):
             facts |= {"tp": [ranks.tp[0], ranks.tp[1]]}

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from hicache_tier.errors import InvalidArgumentError
 
+from .facts import replica
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -22,6 +24,8 @@ class Ranks:
         Whether every tensor-parallel rank holds the same KV: MLA. One of them writes it.
     writer : bool
         Whether SGLang has this rank write the KV.
+    dp : int
+        Data parallel, of attention groups or of replicas; only metrics tell them apart.
     """
 
     model: str
@@ -30,10 +34,11 @@ class Ranks:
     cp: tuple[int, int]
     replicated: bool
     writer: bool
+    dp: int = 0
 
     @classmethod
     def of(cls, config: Any, model: str | None) -> Self:  # noqa: ANN401 - HiCacheStorageConfig
-        """Read SGLang's storage configuration.
+        """Read SGLang's storage configuration, and what it does not say of replicas.
 
         Raises
         ------
@@ -57,14 +62,16 @@ class Ranks:
             (int(getattr(config, "attn_cp_rank", 0)), int(getattr(config, "attn_cp_size", 1))),
             bool(config.is_mla_model),
             bool(getattr(config, "is_storage_writer", True)),
+            int(getattr(config, "dp_rank", 0)) or replica(),
         )
 
     @property
     def label(self) -> str:
         """As metrics name it."""
-        return f"tp{self.tp[0]}-pp{self.pp[0]}-cp{self.cp[0]}"
+        label = f"tp{self.tp[0]}-pp{self.pp[0]}-cp{self.cp[0]}"
+        return f"{label}-dp{self.dp}" if self.dp else label
 
     @property
     def number(self) -> int:
-        """Among the processes of a host, as far as that can be told."""
-        return self.tp[0] + self.tp[1] * (self.pp[0] + self.pp[1] * self.cp[0])
+        """Among the processes of a server."""
+        return self.tp[0] + self.tp[1] * (self.pp[0] + self.pp[1] * (self.cp[0] + self.cp[1] * self.dp))

@@ -13,7 +13,8 @@ from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.metrics import Exporter
 
 from .desk import Desk
-from .facts import kv_cache_dtype, server_arguments
+from .facts import kv_cache_dtype, server_arguments, weight_version
+from .guard import guarded, none_of, nothing
 from .hits import HitPolicy, SidePool, combine
 from .names import name_of, names_of
 from .options import Options
@@ -32,12 +33,20 @@ _LOG = logging.getLogger(__name__)
 _KV = PoolName.KV.value
 
 
+def _misses(keys: Any = (), *_: object, **__: object) -> list[torch.Tensor | None]:  # noqa: ANN401
+    return [None] * len(none_of(keys))
+
+
+def _none_of_pools(transfers: Any = (), *_: object, **__: object) -> dict[Any, list[bool]]:  # noqa: ANN401
+    return {one.name: none_of(one.keys) for one in transfers or () if one is not None}
+
+
 class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
     """Storage below SGLang's host pools.
 
-    Loaded by `--hicache-storage-backend dynamic`; see the README. No method raises for a fault of the
-    storage: such pages are misses, or not stored, and counted by reason. No byte of a host pool is written
-    after the call that asked for it has returned.
+    Loaded by `--hicache-storage-backend dynamic`; see the README. Once pools are registered no method raises:
+    what goes wrong is a miss, or not stored, and counted by reason. No byte of a host pool is written after
+    the call that asked for it has returned.
 
     Parameters
     ----------
@@ -63,7 +72,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
                 None if port is None else port + self.ranks.number, self.options.metrics_address
             )
         self.tally = Tally(self.ranks.label, self._exporter.instruments if self._exporter else None)
-        self.desk = Desk(self.options, self.tally)
+        self.desk = Desk(self.options, self.tally, weights=weight_version)
         self.registered_pools: dict[str, Any] = {}
         self._registering = threading.Lock()
         self._closed = False
@@ -85,6 +94,13 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
             _LOG.info("pool %s: %r", name, pool.store)
 
     def _register(self, host_pool: Any, name: str) -> None:  # noqa: ANN401 - SGLang's
+        try:
+            self._open(host_pool, name)
+        except BaseException:
+            self.close()  # SGLang leaves it open where a pool after the first is refused
+            raise
+
+    def _open(self, host_pool: Any, name: str) -> None:  # noqa: ANN401 - SGLang's
         with self._registering:
             known = self.desk.pools.get(name)
             host_pool = getattr(getattr(host_pool, "anchor_entry", None), "host_pool", host_pool)
@@ -109,6 +125,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
 
     # -- zero-copy, the anchor pool --------------------------------------------------------------------------
 
+    @guarded("exists", lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
         """Count the leading pages that are stored; answered from memory."""
         del extra_info
@@ -120,6 +137,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
         self.tally.lookup(len(keys), found)
         return found
 
+    @guarded("get", none_of)
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
@@ -127,12 +145,14 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
         del extra_info
         return self._in_pools("get", [(_KV, keys, host_indices)])[0]
 
+    @guarded("set", none_of)
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:  # noqa: ANN401
         """Store pages of the anchor pool; True where the page is stored now, or was already."""
         return self._in_pools("set", [(_KV, keys, host_indices)], extra_info)[0]
 
     # -- several pools ---------------------------------------------------------------------------------------
 
+    @guarded("exists", lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
         self,
         keys: list[str],
@@ -151,18 +171,20 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
         self.tally.lookup(len(keys), hit.pages)
         return PoolTransferResult(hit.pages, dict(hit.by_pool), hit.restorable)
 
+    @guarded("get", _none_of_pools)
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: object = None) -> dict[Any, list[bool]]:
         """Load pages of several pools, side by side."""
         del extra_info
         return self._transfer("get", transfers, None)
 
+    @guarded("set", _none_of_pools)
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:  # noqa: ANN401
         """Store pages of several pools, side by side."""
         return self._transfer("set", transfers, extra_info)
 
     def _transfer(self, op: str, transfers: Sequence[Any], extra_info: Any) -> dict[Any, list[bool]]:  # noqa: ANN401
         parts = [(_text(one.name), list(one.keys or []), one.host_indices) for one in transfers]
-        chained = [HitPolicy.parse(one.hit_policy) is HitPolicy.ALL_PAGES for one in transfers]
+        chained = [_text(one.hit_policy) == HitPolicy.ALL_PAGES.value for one in transfers]
         answers = self._in_pools(op, parts, extra_info, chained)
         return {one.name: answer for one, answer in zip(transfers, answers, strict=True)}
 
@@ -180,6 +202,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
 
     # -- copying ---------------------------------------------------------------------------------------------
 
+    @guarded("get", _misses)
     def batch_get(
         self,
         keys: list[str],
@@ -206,6 +229,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
             found.append(target if status else None)
         return found
 
+    @guarded("set", lambda *_, **__: False)
     def batch_set(
         self,
         keys: list[str],
@@ -246,14 +270,17 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
 
     # -- control ---------------------------------------------------------------------------------------------
 
+    @guarded("stats", nothing)
     def get_stats(self) -> Any:  # noqa: ANN401 - StorageMetrics or None
         """Return what was moved since the last time, in SGLang's own class; None where nothing was."""
         return storage_metrics(self.tally.drain())
 
+    @guarded("clear", lambda: False)
     def clear(self) -> bool:
         """Remove the pages that this process stored; pages of other servers stay."""
         return self.desk.clear()
 
+    @guarded("close", nothing)
     def close(self) -> None:
         """Close the stores, within seconds."""
         if self._closed:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
 
 _MARKER_NBYTES = 64
+_WHOLE = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
 
 class PoolView:
@@ -193,16 +194,17 @@ class Paged(Protocol):
 
 def pages_named(pool: Paged, indices: torch.Tensor, count: int, *, unique: bool) -> NDArray[np.int64]:
     """Return page numbers for slots; see `PoolView.pages`."""
-    slots = indices.detach().cpu().numpy().reshape(-1)
-    if len(slots) != count * pool.page_tokens or slots.dtype.kind not in "iu":
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in _WHOLE:
+        said = getattr(indices, "dtype", type(indices).__name__)
+        raise InvalidArgumentError(f"{pool.name}: indices must be a tensor of whole numbers, got {said}.")
+    if indices.numel() != count * pool.page_tokens:
         raise InvalidArgumentError(
-            f"{pool.name}: {count} pages of {pool.page_tokens} slots were named by {len(slots)} indices."
+            f"{pool.name}: {count} pages of {pool.page_tokens} slots were named by {indices.numel()} indices."
         )
-    first = slots[:: pool.page_tokens].astype(np.int64, copy=False)
-    numbers = first // pool.page_tokens
-    if count and (
-        (numbers * pool.page_tokens != first).any() or numbers.min() < 0 or numbers.max() >= pool.num_pages
-    ):
+    slots = indices.detach().to("cpu", torch.int64).numpy().reshape(count, pool.page_tokens)
+    numbers: NDArray[np.int64] = slots[:, 0] // pool.page_tokens
+    whole = numbers[:, None] * pool.page_tokens + np.arange(pool.page_tokens)
+    if count and ((slots != whole).any() or numbers.min() < 0 or numbers.max() >= pool.num_pages):
         raise InvalidArgumentError(f"{pool.name}: the indices are not pages of this pool.")
     if unique and len(set(numbers.tolist())) != count:
         raise InvalidArgumentError(f"{pool.name}: a page is named twice.")
