@@ -10,6 +10,7 @@ import numpy as np
 
 from hicache_tier_storage.access import Owners
 from hicache_tier_storage.asked_capacity import parse_capacity
+from hicache_tier_storage.bounded import BoundedStore
 from hicache_tier_storage.capacity import partition_paths
 from hicache_tier_storage.opening import check_root, open_store
 from hicache_tier_storage.writer import check_capacity
@@ -133,7 +134,7 @@ class ImportRun:
             capacity_bytes=self._capacity,
             io_mode="buffered",
             engine="posix",
-            threads=self._threads,
+            threads=1,  # of each worker; who writes to a slab has it alone
             read_only=dry,
             encryption=self._key,
         )
@@ -152,9 +153,12 @@ class ImportRun:
     def _fill(self, target: Target, store: PageStore, choice: Choice) -> None:
         finders = [RowFinder(piece.part) for piece in target.pieces[1:]]
         batch = max(1, _BATCH_NBYTES // _unit_nbytes(target))
-        writer = BatchWriter(target, store, finders)
+        on_workers, deadline_s = store, None
+        if isinstance(store, BoundedStore):  # workers are watched, and write what their cores have in cache
+            on_workers, deadline_s = store.on_this_thread, store.deadline_s
+        writer = BatchWriter(target, on_workers, finders)
         chosen = choice.of(target, store, room_pages(store))
-        with Workers(1, self._threads, polite=False) as workers:
+        with Workers(1, self._threads, polite=False, deadline_s=deadline_s) as workers:
             for units in units_of(target, self._tenants):
                 self._refuse_units(target, units)
                 wanted = self._wanted(target, store, units, chosen)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, Self
+
+from hicache_tier_storage.bounded import DeadlineError
+from hicache_tier_storage.daemon_pool import DaemonPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,22 +43,26 @@ class Workers:
         How many, in this process; other processes work with one each.
     polite : bool
         Run at a lower priority than the rest of the machine.
+    deadline_s : float, optional
+        How long to wait for one of the calls under way to end.
     """
 
-    def __init__(self, processes: int, threads: int, *, polite: bool) -> None:
+    def __init__(
+        self, processes: int, threads: int, *, polite: bool, deadline_s: float | None = None
+    ) -> None:
         self.count = threads if processes == 1 else processes
+        self.in_process = processes == 1
         self._stop = threading.Event()
         self._waiting: set[Future[Any]] = set()
-        self._pool: Executor
-        if processes == 1:
-            self._pool = ThreadPoolExecutor(
-                threads, "hct-archive", initializer=_prepare_thread, initargs=(polite,)
-            )
-        else:
-            self._pool = ProcessPoolExecutor(
+        self._polite, self._deadline_s = polite, deadline_s
+        self._threads = DaemonPool(threads, "hct-archive")
+        self._processes = (
+            None
+            if self.in_process
+            else ProcessPoolExecutor(
                 processes, get_context("spawn"), initializer=_prepare_process, initargs=(polite,)
             )
-        self.in_process = processes == 1
+        )
 
     def stopped(self) -> bool:
         """Whether calls under way should end early."""
@@ -70,14 +70,29 @@ class Workers:
 
     def submit(self, call: Callable[..., Any], *args: object) -> None:
         """Begin a call; in threads it may look at `stopped`."""
-        self._waiting.add(self._pool.submit(call, *args))
+        if self._processes is None:
+            self._waiting.add(self._threads.submit(self._on_thread, call, *args))
+        else:
+            self._waiting.add(self._processes.submit(call, *args))
+
+    def _on_thread(self, call: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - what the call returns
+        _prepare(polite=self._polite, of_a_process=False)
+        return call(*args)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def results(self) -> Iterator[Any]:
-        """Wait for at least one call; yield what those that have ended returned, or raise what they did."""
-        done, self._waiting = wait(self._waiting, return_when=FIRST_COMPLETED)
+        """Wait for at least one call; yield what those that have ended returned, or raise what they did.
+
+        Raises
+        ------
+        DeadlineError
+            Where none ends in time.
+        """
+        done, self._waiting = wait(self._waiting, self._deadline_s, FIRST_COMPLETED)
+        if not done:
+            raise DeadlineError(f"Storage did not answer within {self._deadline_s:g} s.")
         for future in done:
             yield future.result()
 
@@ -87,11 +102,11 @@ class Workers:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._stop.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _prepare_thread(polite: bool) -> None:
-    _prepare(polite=polite, of_a_process=False)
+        self._threads.shutdown()
+        if self._processes is not None:
+            self._processes.shutdown(wait=True, cancel_futures=True)
+        elif not (kind and issubclass(kind, DeadlineError)):
+            wait([future for future in self._waiting if not future.cancelled()], self._deadline_s)
 
 
 def _prepare_process(polite: bool) -> None:
