@@ -12,7 +12,7 @@ import torch
 
 from hicache_tier_storage import EncryptionKey, open_store
 from hicache_tier_storage.capacity import partition_paths
-from hicache_tier_storage.partition import PartitionFacts
+from hicache_tier_storage.partition_facts import PartitionFacts
 from hicache_tier_storage.slab import SLOT_ALIGNMENT
 
 from .bare_loop import BareLoop

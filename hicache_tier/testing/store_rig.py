@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hicache_tier_storage.partition import PartitionPaths
+    from hicache_tier_storage.partition_files import PartitionPaths
     from hicache_tier_storage.writer import WriterPartition
 
 GEOMETRY = KVGeometry.mha(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16", page_tokens=8)

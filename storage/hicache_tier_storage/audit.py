@@ -17,7 +17,7 @@ from .encryption import match_key
 from .inside import ARRAY_FILE, PARTITION_FILE, read_inside
 from .metadata import read_attributes
 from .page_check import CHANGED, UNVERIFIABLE, PageCheck
-from .partition import MAX_TABLE_NBYTES, PartitionFacts
+from .partition_facts import MAX_TABLE_NBYTES, PartitionFacts
 from .record import COMMITTED, RECORD_NBYTES, keys_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .encryption import EncryptionKey
-    from .partition import PartitionPaths
+    from .partition_files import PartitionPaths
 
 _MAX_DETAILS = 1000
 _TALLIES = ("pages", "damaged", "unverifiable", "unfinished", "changed", "prefix_loss")

@@ -25,7 +25,8 @@ from .access import Access
 from .inside import ARRAY_FILE, PARTITION_FILE, ROOT_FILE, read_inside, remove_inside
 from .locks import RootBusyError, exclusive, let_go, open_lock, try_lock
 from .metadata import read_attributes
-from .partition import MAX_TABLE_NBYTES, PartitionPaths
+from .partition_facts import MAX_TABLE_NBYTES
+from .partition_files import PartitionPaths
 from .record import ACCESS_WORD, RECORD_NBYTES, RECORD_WORDS
 
 if TYPE_CHECKING:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from .partition import PartitionFacts, PartitionPaths
+    from .partition_facts import PartitionFacts
+    from .partition_files import PartitionPaths
 
 _LOOKS = 4  # a record that a live writer publishes just now is whole at the next look
 _LOOK_S = 0.003

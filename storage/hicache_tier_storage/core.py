@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hicache_tier.errors import ClosedError
 
 from .device_choice import DeviceEngines
-from .partition import Partition, ReaderPartition
+from .reader_partition import ReaderPartition
 from .writer import WriterPartition
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from .engine import ByteEngine
     from .foreign import ForeignPages
+    from .partition import Partition
     from .payload import Payload
     from .putter import Claim
     from .status import PageStatus

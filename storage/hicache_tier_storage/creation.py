@@ -25,7 +25,8 @@ from .metadata import (
     state_document,
     write_document,
 )
-from .partition import MAX_SLOTS, PartitionFacts, PartitionPaths
+from .partition_facts import MAX_SLOTS, PartitionFacts
+from .partition_files import PartitionPaths
 from .slab import SlabShape
 from .state import STATE_NBYTES, StateBlock
 from .table import table_nbytes

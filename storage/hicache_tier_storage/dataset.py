@@ -18,7 +18,7 @@ from .capacity import PARTITION_NAME
 from .census import SlotState, take_census
 from .inside import PARTITION_FILE
 from .metadata import read_attributes
-from .partition import MAX_SLOTS, PartitionFacts
+from .partition_facts import MAX_SLOTS, PartitionFacts
 from .record import keys_of
 from .survey import survey
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import xarray
     from numpy.typing import NDArray
 
-    from .partition import PartitionPaths
+    from .partition_files import PartitionPaths
     from .survey import Survey
 
 

@@ -15,7 +15,8 @@ from .state import StateBlock
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .partition import PartitionFacts, PartitionPaths
+    from .partition_facts import PartitionFacts
+    from .partition_files import PartitionPaths
 
 
 def read_state(paths: PartitionPaths, facts: PartitionFacts) -> tuple[StateBlock | None, str]:

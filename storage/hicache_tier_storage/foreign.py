@@ -11,7 +11,8 @@ from hicache_tier.errors import StoreError
 
 from .access import Owners
 from .capacity import PARTITION_NAME, partition_paths
-from .partition import Pages, ReaderPartition
+from .partition import Pages
+from .reader_partition import ReaderPartition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from hicache_tier.geometry import KVGeometry
 
     from .encryption import EncryptionKey
-    from .partition import PartitionPaths
+    from .partition_files import PartitionPaths
     from .slab import FileCache
 
 _POLL_S = 0.02

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .partition import Partition, ReaderPartition
 from .payload import Places, Sums
+from .reader_partition import ReaderPartition
 from .record import (
     CHECKSUM_NONE,
     CHECKSUM_XXH3,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .core import StoreCore
+    from .partition import Partition
     from .payload import Payload
 
     _Place: TypeAlias = tuple[Partition, NDArray[np.int64], NDArray[np.int64]]  # rows of a request, slots

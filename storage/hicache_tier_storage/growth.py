@@ -13,7 +13,7 @@ from .capacity import GROW_PATIENCE_S
 from .inside import ARRAY_FILE
 from .locks import RootBusyError
 from .metadata import replace_file, temporary_name
-from .partition import remove_slab
+from .partition_files import remove_slab
 from .slab import SlabDamagedError, create_slab
 from .table import table_nbytes
 

@@ -18,7 +18,7 @@ from .encryption import ALGORITHM
 from .inside import PARTITION_FILE
 from .liveness import live_writers
 from .metadata import read_attributes
-from .partition import PartitionFacts
+from .partition_facts import PartitionFacts
 from .record import FLAG_PINNED
 from .state import boot_id
 from .survey import survey
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from .partition import PartitionPaths
+    from .partition_files import PartitionPaths
     from .state import StateBlock
     from .survey import Namespace
 

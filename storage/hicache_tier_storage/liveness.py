@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from .partition import PartitionPaths
+    from .partition_files import PartitionPaths
 
 _PATIENCE_S = 2.0
 

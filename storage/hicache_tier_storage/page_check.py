@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .encryption import EncryptionKey
-    from .partition import PartitionFacts, PartitionPaths
+    from .partition_facts import PartitionFacts
+    from .partition_files import PartitionPaths
 
 CHANGED: Final = "changed"
 UNVERIFIABLE: Final = "unverifiable"

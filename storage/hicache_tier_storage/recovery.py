@@ -13,7 +13,7 @@ import xxhash
 from hicache_tier.errors import FormatVersionError, StoreError
 
 from .inside import ARRAY_FILE, read_inside
-from .partition import MAX_TABLE_NBYTES
+from .partition_facts import MAX_TABLE_NBYTES
 from .record import (
     AES_256_GCM,
     CHECKSUM_NONE,
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from .partition import Pages, Partition, PartitionPaths
+    from .partition import Pages, Partition
+    from .partition_files import PartitionPaths
 
 
 def opened_state(

@@ -13,7 +13,7 @@ from .capacity import PARTITION_NAME
 from .inside import NAMESPACE_FILE
 from .metadata import read_attributes
 from .opening import check_root
-from .partition import PartitionPaths
+from .partition_files import PartitionPaths
 
 if TYPE_CHECKING:
     import os

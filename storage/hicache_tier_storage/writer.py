@@ -23,7 +23,8 @@ from .inside import ARRAY_FILE
 from .journal import Journal
 from .locks import let_go
 from .metadata import replace_file, stored_axes
-from .partition import Partition, PartitionFacts, PartitionPaths
+from .partition import Partition
+from .partition_facts import PartitionFacts
 from .record import (
     COMMITTED,
     FLAG_PINNED,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from .capacity import RootBudget
     from .encryption import EncryptionKey
+    from .partition_files import PartitionPaths
 
 _LOG = logging.getLogger(__name__)
 _REPUBLISHED_AT_ONCE = 64

@@ -23,7 +23,7 @@ from hicache_tier_storage.archive.prompts import read_prompts
 from hicache_tier_storage.archive.reader import open_archive
 from hicache_tier_storage.dataset import open_dataset
 from hicache_tier_storage.inspection import inspect_root, verify_root
-from hicache_tier_storage.partition import PartitionFacts
+from hicache_tier_storage.partition_facts import PartitionFacts
 from hicache_tier_storage.record import COMMITTED, as_words, new_records, seal
 from hicache_tier_storage.slab import create_slab
 from hicache_tier_storage.table import table_nbytes

@@ -26,7 +26,7 @@ from hicache_tier.testing.store_rig import (
     slot_of,
     writer_of,
 )
-from hicache_tier_storage import growth, open_store, partition, posix
+from hicache_tier_storage import growth, open_store, posix, reader_partition
 from hicache_tier_storage.journal import Journal
 from hicache_tier_storage.posix import PosixEngine
 
@@ -60,7 +60,7 @@ def poll(store):
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(partition, "_GRACE_S", 0.1)
+    monkeypatch.setattr(reader_partition, "_GRACE_S", 0.1)
 
 
 # -- threads ------------------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ from hicache_tier_storage.inside import PARTITION_FILE
 from hicache_tier_storage.journal import Journal
 from hicache_tier_storage.metadata import read_attributes
 from hicache_tier_storage.page_cipher import PageCipher
-from hicache_tier_storage.partition import PartitionFacts, PartitionPaths
+from hicache_tier_storage.partition_facts import PartitionFacts
+from hicache_tier_storage.partition_files import PartitionPaths
 from hicache_tier_storage.record import (
     AES_256_GCM,
     CHECKSUM_XXH3,

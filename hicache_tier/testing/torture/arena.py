@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from hicache_tier_storage.partition import PartitionPaths
+    from hicache_tier_storage.partition_files import PartitionPaths
 
 
 class Arena:

@@ -9,7 +9,7 @@ from hicache_tier.errors import StoreError
 from hicache_tier_storage.capacity import RootBudget, partition_paths
 from hicache_tier_storage.census import SlotState, take_census
 from hicache_tier_storage.liveness import live_writers
-from hicache_tier_storage.partition import PartitionFacts
+from hicache_tier_storage.partition_facts import PartitionFacts
 from hicache_tier_storage.slab import SlabShape
 from hicache_tier_storage.table import table_nbytes
 

@@ -13,7 +13,7 @@ from hicache_tier_storage.encryption import match_key
 from hicache_tier_storage.inside import PARTITION_FILE
 from hicache_tier_storage.liveness import live_writers
 from hicache_tier_storage.metadata import read_attributes
-from hicache_tier_storage.partition import PartitionFacts
+from hicache_tier_storage.partition_facts import PartitionFacts
 from hicache_tier_storage.state import boot_id
 from hicache_tier_storage.survey import survey
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from hicache_tier.layout import Layout
     from hicache_tier_storage.encryption import EncryptionKey
-    from hicache_tier_storage.partition import PartitionPaths
+    from hicache_tier_storage.partition_files import PartitionPaths
     from hicache_tier_storage.survey import Namespace
 
 
