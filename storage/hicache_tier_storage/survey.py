@@ -12,8 +12,8 @@ from hicache_tier.errors import FormatVersionError, StoreError
 from .capacity import PARTITION_NAME
 from .inside import NAMESPACE_FILE
 from .metadata import read_attributes
-from .opening import check_root
 from .partition_files import PartitionPaths
+from .root_check import check_root
 
 if TYPE_CHECKING:
     import os

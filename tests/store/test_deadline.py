@@ -263,14 +263,14 @@ def test_calls_are_refused_at_once_where_too_many_hang(rig, monkeypatch):
 
 
 def test_an_opening_that_hangs_ends_and_closes_what_it_opens_later(tmp_path, monkeypatch):
-    held, real, opened = threading.Event(), opening._open_root, []
+    held, real, opened = threading.Event(), opening.open_root, []
 
     def slow(*arguments):
         held.wait(20)
         opened.append(real(*arguments))
         return opened[0]
 
-    monkeypatch.setattr(opening, "_open_root", slow)
+    monkeypatch.setattr(opening, "open_root", slow)
     options = {"capacity_bytes": "2 MiB", "deadline_s": 0.1}
     with pytest.raises(DeadlineError, match="storage hangs"):
         bounded_call(lambda: open_store(tmp_path / "root", GEOMETRY, "page_first", **options))

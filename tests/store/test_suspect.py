@@ -6,13 +6,13 @@ import pytest
 
 from hicache_tier.testing.faults import FaultyEngine, LoseUnsynced
 from hicache_tier.testing.store_rig import PAGE_NBYTES, paths_of, slab_of, slot_of, writer_of
-from hicache_tier_storage import opening, recovery, writer
+from hicache_tier_storage import recovery, root_opening, writer
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.state import StateBlock
 
 
 def boot(patch, name):
-    for module in (opening, recovery, writer):
+    for module in (root_opening, recovery, writer):
         patch.setattr(module, "boot_id", lambda: name.ljust(16, b"\0"))
 
 
