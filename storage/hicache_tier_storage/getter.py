@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .finder import Finder
 from .payload import Places, Sums
 from .reader_partition import ReaderPartition
 from .record import (
@@ -31,15 +32,12 @@ _LOOKS_S = (0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128)
 _CONSTANT = slice(GENERATION_WORD + 1, SEQUENCE_WORD + 1)  # words that tell one commit from another
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
     from numpy.typing import NDArray
 
     from .core import StoreCore
+    from .finder import Place
     from .partition import Partition
     from .payload import Payload
-
-    _Place: TypeAlias = tuple[Partition, NDArray[np.int64], NDArray[np.int64]]  # rows of a request, slots
 
 
 @dataclass(slots=True)
@@ -88,20 +86,21 @@ class Getter:
 
     def __init__(self, core: StoreCore, *, verify_always: bool, verify_foreign: bool) -> None:
         self._core = core
+        self._finder = Finder(core)
         self._verify_always = verify_always
         self._verify_foreign = verify_foreign
 
     def get(self, keys: list[bytes], payload: Payload) -> list[PageStatus]:
         """Read pages to memory; one verdict a page."""
         request = Request(keys, payload, [ABSENT] * len(keys))
-        found = self._find(keys)
+        found = self._finder.find(keys)
         self._read_all(found, request)
         if request.missed:
             self._try_other_places(found, request)
         self._core.count("get", request.status)
         return request.status
 
-    def _read_all(self, found: list[_Place], request: Request) -> None:
+    def _read_all(self, found: list[Place], request: Request) -> None:
         """Read pages where they were found, unpin this process's own, drop those that are damaged."""
         damaged: list[tuple[Partition, list[tuple[int, bytes]]]] = []
         try:
@@ -120,7 +119,7 @@ class Getter:
                 for partition, lost in damaged:
                     self._core.lose(partition, lost)
 
-    def _try_other_places(self, found: list[_Place], request: Request) -> None:
+    def _try_other_places(self, found: list[Place], request: Request) -> None:
         """Read pages that were not to be had from the other places that hold them, if any."""
         tried: set[tuple[int, Partition, int]] = set()
         for _ in range(_ATTEMPTS):
@@ -130,69 +129,10 @@ class Getter:
                 )
             missed = sorted({row for row in request.missed if not request.status[row]})
             request.missed.clear()
-            found = self._find_again(request.keys, missed, tried)
+            found = self._finder.find_again(request.keys, missed, tried)
             if not found:
                 return
             self._read_all(found, request)
-
-    def _find(self, keys: list[bytes]) -> list[_Place]:
-        """Look pages up, by partition; those of this process's own are pinned until they are read."""
-        core = self._core
-        with core.lock:
-            own = list(map(core.index.get, keys))
-            theirs: dict[ReaderPartition, tuple[list[int], list[int]]] = {}
-            if None in own:
-                foreign = core.foreign.index
-                for row, slot in enumerate(own):
-                    place = foreign.get(keys[row]) if slot is None else None
-                    if place is not None:
-                        rows, slots = theirs.setdefault(place[0], ([], []))
-                        rows.append(row)
-                        slots.append(place[1])
-            mine = [row for row, slot in enumerate(own) if slot is not None]
-            return self._places(theirs, mine, [slot for slot in own if slot is not None])
-
-    def _find_again(
-        self, keys: list[bytes], missed: list[int], tried: set[tuple[int, Partition, int]]
-    ) -> list[_Place]:
-        """Look pages up at places that were not tried; as `_find`."""
-        core = self._core
-        mine: list[int] = []
-        own: list[int] = []
-        theirs: dict[ReaderPartition, tuple[list[int], list[int]]] = {}
-        with core.lock:
-            for row in missed:
-                slot = core.index.get(keys[row])
-                if slot is not None and core.writer is not None and (row, core.writer, slot) not in tried:
-                    mine.append(row)
-                    own.append(slot)
-                    continue
-                for partition, at in core.foreign.places(keys[row]):
-                    if (row, partition, at) not in tried:
-                        rows, slots = theirs.setdefault(partition, ([], []))
-                        rows.append(row)
-                        slots.append(at)
-                        break
-            return self._places(theirs, mine, own)
-
-    def _places(
-        self,
-        theirs: dict[ReaderPartition, tuple[list[int], list[int]]],
-        mine: list[int],
-        own: list[int],
-    ) -> list[_Place]:
-        """Pin this process's own pages (rows `mine`, slots `own`). The lock must be held."""
-        core = self._core
-        found: list[_Place] = [
-            (partition, np.array(rows, np.int64), np.array(slots, np.int64))
-            for partition, (rows, slots) in theirs.items()
-        ]
-        if core.writer is not None and mine:
-            slots_of = np.array(own, np.int64)
-            core.touch(slots_of)
-            found.append((core.writer, np.array(mine, np.int64), slots_of))
-            np.add.at(core.writer.pins, slots_of, 1)
-        return found
 
     def _read_while_slabs_go(
         self,
