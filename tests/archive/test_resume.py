@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -165,3 +166,65 @@ def test_a_process_that_dies_is_told(shop, tmp_path, monkeypatch):
     monkeypatch.undo()
     export_archive(root, tmp_path / "archive")
     assert shop.keys_in(tmp_path / "archive") == {*keys}
+
+
+_PROCESSES = """
+import os, sys, time
+from hicache_tier_storage.archive.pool import Workers
+if __name__ == "__main__":
+    with Workers(2, 1, polite=False) as workers:
+        for _ in range(2):
+            workers.submit(os.getpid)
+        found = set()
+        while len(workers):
+            found |= {*workers.results()}
+        print(*found, flush=True)
+        for _ in range(2):
+            workers.submit(time.sleep, 300)
+        time.sleep(300)
+"""
+
+
+def test_processes_of_an_export_that_is_killed_end_too(tmp_path):
+    """Else they would go on to write drafts."""
+    script = tmp_path / "script.py"
+    script.write_text(_PROCESSES)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as child:
+        workers = [int(word) for word in child.stdout.readline().split()]
+        child.kill()
+    assert workers
+    until = time.monotonic() + 60
+    while any(runs(pid) for pid in workers) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(runs(pid) for pid in workers)
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+_STARTING = """
+import os, signal
+from hicache_tier_storage.archive.pool import Workers
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: None)
+    with Workers(2, 1, polite=False) as workers:
+        workers.submit(os.getpid)
+        workers.submit(os.getpid)
+        for _ in range(50):
+            os.killpg(0, signal.SIGINT)
+        while len(workers):
+            workers.results().__next__()
+"""
+
+
+def test_ctrl_c_while_processes_start_is_for_the_one_in_charge(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_STARTING)
+    done = subprocess.run(
+        [sys.executable, str(script)], stderr=subprocess.PIPE, text=True, start_new_session=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
@@ -31,7 +32,6 @@ from .shard import Draft, merged
 from .stores import check_keys, store_parts
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from numpy.typing import NDArray
@@ -280,7 +280,9 @@ class _Export:
 
     def _draft(self, capacity: int) -> Draft:
         self._drafts += 1
-        return Draft(str(self._target.scratch / f"{self._drafts}.shard"), capacity)
+        # A process of an export that was killed may live a moment longer, and writes to no other's drafts.
+        name = f"{os.getpid()}-{self._drafts}.shard"
+        return Draft(str(self._target.scratch / name), capacity)
 
     def _step(self, nbytes: int) -> None:
         self._done += nbytes

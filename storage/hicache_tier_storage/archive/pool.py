@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import TYPE_CHECKING, Any, Self
 
 from hicache_tier_storage.bounded import DeadlineError
@@ -24,12 +24,24 @@ def default_threads() -> int:
     return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _prepare(*, polite: bool, of_a_process: bool) -> None:
-    """Make a worker step back behind a server that writes now, and leave Ctrl-C to the process in charge."""
+def _step_back(polite: bool) -> None:
+    """Make a worker step back behind a server that writes now."""
     if polite:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POLITE)  # on Linux: this thread's
-    if of_a_process:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _prepare_process(polite: bool) -> None:
+    """Have a process leave Ctrl-C to the one in charge, and end with it."""
+    _step_back(polite)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one in charge is gone: what it would write is nobody's."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 class Workers:
@@ -72,11 +84,15 @@ class Workers:
         """Begin a call; in threads it may look at `stopped`."""
         if self._processes is None:
             self._waiting.add(self._threads.submit(self._on_thread, call, *args))
-        else:
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as processes that begin have it
+        try:
             self._waiting.add(self._processes.submit(call, *args))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _on_thread(self, call: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - what the call returns
-        _prepare(polite=self._polite, of_a_process=False)
+        _step_back(self._polite)
         return call(*args)
 
     def __len__(self) -> int:
@@ -107,7 +123,3 @@ class Workers:
             self._processes.shutdown(wait=True, cancel_futures=True)
         elif not (kind and issubclass(kind, DeadlineError)):
             wait([future for future in self._waiting if not future.cancelled()], self._deadline_s)
-
-
-def _prepare_process(polite: bool) -> None:
-    _prepare(polite=polite, of_a_process=True)
