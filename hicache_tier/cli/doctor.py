@@ -90,12 +90,13 @@ def command(
 
 def _config(text: str) -> dict[str, Any]:
     """Read the extra config as SGLang does."""
+    said = f"--extra-config {text}" if text.startswith("@") else "--extra-config"  # it may hold secrets
     try:
         config = _read(Path(text[1:])) if text.startswith("@") else json.loads(text)
-    except ValueError as error:
-        raise InvalidArgumentError(f"--extra-config {text!r} cannot be read: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{said} cannot be read: {error}.") from error
     if not isinstance(config, dict):
-        raise InvalidArgumentError(f"--extra-config must be an object, got {text!r}.")
+        raise InvalidArgumentError(f"{said} must be an object, got {type(config).__name__}.")
     return {name: value for name, value in config.items() if name not in {"root", "roots"}}
 
 

@@ -39,6 +39,8 @@ def test_a_store_that_is_open_is_compared_with_itself(invoke, store):
         ("--dtype", "bf16", "Did you mean 'bfloat16'?"),
         ("--extra-config", "{", "cannot be read"),
         ("--extra-config", "[]", "must be an object"),
+        ("--extra-config", '{"tenant": "\\ud800"}', "tenant is not valid Unicode"),
+        ("--extra-config", "[" * 100_000, "cannot be read"),
     ],
 )
 def test_what_no_server_can_have_is_refused(invoke, store, option, value, said):

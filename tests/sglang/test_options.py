@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_tier.errors import InvalidArgumentError
-from hicache_tier.integrations.sglang.facts import labelled, server_facts
+from hicache_tier.integrations.sglang.facts import kv_cache_dtype, labelled, server_facts
 from hicache_tier.integrations.sglang.names import name_of, names_of
 from hicache_tier.integrations.sglang.options import Options
 from hicache_tier.integrations.sglang.ranks import Ranks
@@ -41,6 +41,7 @@ def test_defaults_and_what_sglang_reads_itself():
         ({"root": "/a", "threads": 0}, "threads must be a whole number from 1 to 1024"),
         ({"root": "/a", "metrics_port": 70000}, "metrics_port must be a whole number from 1 to 65535"),
         ({"root": "/a", "model": 7}, "model must be text"),
+        ({"root": "/a", "tenant": "\ud800"}, "tenant is not valid Unicode"),
     ],
 )
 def test_wrong_options_are_told_in_one_line(wrong, said):
@@ -103,6 +104,13 @@ def test_arguments_that_change_the_kv_are_part_of_the_model():
     assert server_facts(draft, one_byte=False, draft=False) == {}
     assert server_facts(draft, one_byte=False, draft=True) == {"speculative_draft_model_path": "org/draft"}
     assert server_facts(plain, one_byte=True, draft=False) == {"kv_cache_dtype": "auto"}
+    dummy = {"load_format": "dummy"}
+    assert server_facts(plain | dummy, one_byte=False, draft=False) == dummy
+    assert server_facts(plain | {"load_format": "safetensors"}, one_byte=False, draft=False) == {}
+    own = {"speculative_draft_kv_cache_dtype": "fp8_e5m2"}
+    assert server_facts(plain | own, one_byte=True, draft=True) == {"kv_cache_dtype": "auto"} | own
+    assert kv_cache_dtype(plain | own, draft=True) == "fp8_e5m2"
+    assert kv_cache_dtype(plain | own) == kv_cache_dtype(plain, draft=True) == "auto"
     assert labelled("m", {}) == "m"
     assert labelled("m", {"b": 1, "a": [2]}) == 'm #{"a":[2],"b":1}'
 

@@ -349,6 +349,16 @@ def test_fp8_pools_are_told_apart_by_what_the_server_was_told(storages, context)
         server.close()
 
 
+def test_fp8_of_a_draft_is_what_the_server_was_told_for_the_draft(storages, context):
+    pool = mha("page_first", dtype=torch.uint8)
+    context(kv_cache_dtype="fp8_e4m3", speculative_draft_kv_cache_dtype="fp8_e5m2")
+    storage = storages()
+    for name in ("kv", "draft"):
+        storage.register_mem_host_pool_v2(pool, name)
+    dtypes = {name: pool.store.geometry.dtype.label for name, pool in storage.desk.pools.items()}
+    assert dtypes == {"kv": "float8_e4m3fn", "draft": "float8_e5m2"}
+
+
 def test_pools_that_cannot_be_stored_are_refused_with_the_reason(storages):
     from hicache_tier.errors import InvalidArgumentError
 

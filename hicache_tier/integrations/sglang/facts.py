@@ -15,10 +15,12 @@ _MODEL: Final = {
 }
 _DRAFT: Final = {
     "speculative_algorithm": None,
+    "speculative_draft_kv_cache_dtype": None,
     "speculative_draft_model_path": None,
+    "speculative_draft_model_quantization": None,
     "speculative_draft_model_revision": None,
 }
-_READ: Final = (*_MODEL, *_DRAFT, "kv_cache_dtype", "model_path")
+_READ: Final = (*_MODEL, *_DRAFT, "kv_cache_dtype", "load_format", "model_path")
 
 
 def server_arguments() -> dict[str, Any]:
@@ -60,9 +62,10 @@ def replica() -> int:
         return 0
 
 
-def kv_cache_dtype(arguments: dict[str, Any]) -> str | None:
-    """Return the dtype that was asked for: pools hold fp8 of either kind as bytes."""
-    value = arguments.get("kv_cache_dtype")
+def kv_cache_dtype(arguments: dict[str, Any], *, draft: bool = False) -> str | None:
+    """Return the dtype that was asked for, which a draft may have of its own: pools hold fp8 as bytes."""
+    value = arguments.get("speculative_draft_kv_cache_dtype") if draft else None
+    value = value or arguments.get("kv_cache_dtype")
     return value if isinstance(value, str) else None
 
 
@@ -80,7 +83,10 @@ def server_facts(arguments: dict[str, Any], *, one_byte: bool, draft: bool) -> d
     """
     wanted = _MODEL | (_DRAFT if draft else {}) | ({"kv_cache_dtype": None} if one_byte else {})
     found = {name: arguments.get(name) for name in sorted(wanted)}
-    return {name: value for name, value in found.items() if value is not None and value != wanted[name]}
+    facts = {name: value for name, value in found.items() if value is not None and value != wanted[name]}
+    if arguments.get("load_format") == "dummy":  # random weights; other formats hold the same ones
+        facts["load_format"] = "dummy"
+    return facts
 
 
 def labelled(model: str, facts: dict[str, Any]) -> str:

@@ -154,6 +154,8 @@ def _expect(name: str, value: object, kind: type | tuple[type, ...], said: str) 
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         shown = type(value).__name__ if name == "tenant" else repr(value)
         raise InvalidArgumentError(f"{name} must be {said}, got {shown}.")
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise InvalidArgumentError(f"{name} is not valid Unicode: it has half a character.")
 
 
 def _whole(name: str, value: object, least: int, most: int) -> None:

@@ -107,7 +107,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
             if known is not None and known.view.pool is host_pool:
                 return
             arguments = server_arguments()
-            view = PoolView(host_pool, name, kv_cache_dtype(arguments))
+            view = PoolView(host_pool, name, kv_cache_dtype(arguments, draft=name.startswith("draft")))
             pool = self.desk.open(lambda: Pool(view, self.options, self.ranks, arguments))
             self.registered_pools[name] = host_pool
             self.desk.pools[name] = pool
