@@ -12,6 +12,9 @@ import humanfriendly
 
 from hicache_tier.errors import InvalidArgumentError, StoreFullError
 
+from .slab import SlabShape
+from .table import table_nbytes
+
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]i?b?|b|bytes?)?\s*", re.IGNORECASE)
 _DEFAULT_CAPACITY_NBYTES = 64 << 30
 
@@ -51,3 +54,21 @@ def _held_nbytes(root: Path) -> int:
             with suppress(OSError):
                 total += Path(folder, name).lstat().st_blocks * 512
     return total
+
+
+def check_capacity(page_nbytes: int, capacity_nbytes: int) -> SlabShape:
+    """Return the shape of the slabs of a new partition.
+
+    Raises
+    ------
+    StoreFullError
+        Where the capacity holds no page.
+    """
+    shape = SlabShape.choose(page_nbytes, capacity_nbytes)
+    least = shape.file_nbytes + table_nbytes(shape.slots)
+    if capacity_nbytes < least:
+        raise StoreFullError(
+            f"capacity_bytes={capacity_nbytes} holds no page of {page_nbytes} bytes; "
+            f"at least {least} are needed."
+        )
+    return shape

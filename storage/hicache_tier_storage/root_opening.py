@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hicache_tier.errors import EncryptionError, NotAStoreError, StoreError
 
-from .asked_capacity import parse_capacity
+from .asked_capacity import check_capacity, parse_capacity
 from .capacity import RootBudget, partition_paths
 from .creation import lock_partition, refuse_link
 from .encryption import match_key, stated_check
@@ -27,7 +27,7 @@ from .root_check import check_root
 from .slab import FileCache
 from .state import boot_id
 from .store import PageStore
-from .writer import WriterPartition, check_capacity
+from .writer import WriterPartition
 
 if TYPE_CHECKING:
     from hicache_tier.layout import Layout

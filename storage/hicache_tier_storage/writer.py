@@ -5,19 +5,17 @@ Not thread-safe: it is called under the store's lock, except where a method says
 
 from __future__ import annotations
 
-import heapq
 import logging
 import os
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache_tier.errors import StoreFullError
-
+from .asked_capacity import check_capacity
 from .creation import documents_agree, existing_facts, slots_in_use, write_documents
 from .eviction import LeafLru
+from .free_slots import FreeSlots
 from .growth import Growth
 from .inside import ARRAY_FILE
 from .journal import Journal
@@ -36,9 +34,9 @@ from .record import (
     seal,
 )
 from .recovery import opened_state, recover_pages
-from .slab import FileCache, SlabDamagedError, SlabShape
+from .slab import FileCache, SlabDamagedError
 from .state import boot_id
-from .table import table_nbytes
+from .use_times import UseTimes, past_uses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,10 +118,8 @@ class WriterPartition(Partition):
         self.pins: NDArray[np.int32] = np.zeros(0, np.int32)
         self.suspect: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.pinned: NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._access: NDArray[np.uint64] = np.zeros(0, np.uint64)  # as the records say
-        self._used: NDArray[np.uint64] = np.zeros(0, np.uint64)  # as it is, in seconds
-        self._free: list[int] = []
-        self._limbo: set[int] = set()
+        self._times = UseTimes()
+        self._free = FreeSlots(size)
         self.evictions = 0
         self.stranded = 0
         self.no_room = "capacity"
@@ -151,23 +147,23 @@ class WriterPartition(Partition):
         self.resize(max((number + 1 for number in self.slabs), default=0) * self.facts.shape.slots)
         self.keys = dict(zip(pages.slots.tolist(), pages.keys, strict=True))
         heads, parents = key_heads(pages.records), pages.records["parent"]
-        used = _past(pages.records)
+        used = past_uses(pages.records)
         order = pages.order[np.argsort(used[pages.order], kind="stable")]
         self.lru.restore(pages.slots[order], heads[order], parents[order])
-        self._access[pages.slots] = pages.records["access_s"]
-        self._used[pages.slots] = used
+        self._times.stated[pages.slots] = pages.records["access_s"]
+        self._times.used[pages.slots] = used
         self.pinned[pages.slots] = pages.records["flags"] & FLAG_PINNED != 0
         self.suspect[pages.slots] = self._suspect_boot is not None
         self.sequence = max(self.sequence, int(pages.records["sequence"].max(initial=0)))
         held = np.zeros(len(self.pins), np.bool_)
         held[pages.slots] = True
-        size = self.facts.shape.slots
+        size, free = self.facts.shape.slots, []
         for number, table in self.tables.tables.items():
             vacant = np.flatnonzero(~held[number * size : (number + 1) * size])
             torn = vacant[as_records(table.words[vacant])["state"] != FREE]
             self._publish_free(torn + number * size)
-            self._free += (vacant + number * size).tolist()
-        heapq.heapify(self._free)
+            free += (vacant + number * size).tolist()
+        self._free.load(free)
 
     # -- slots -----------------------------------------------------------------------------------------
 
@@ -178,14 +174,13 @@ class WriterPartition(Partition):
             self.pins = np.concatenate([self.pins, np.zeros(extra, np.int32)])
             self.suspect = np.concatenate([self.suspect, np.zeros(extra, np.bool_)])
             self.pinned = np.concatenate([self.pinned, np.zeros(extra, np.bool_)])
-            self._access = np.concatenate([self._access, np.zeros(extra, np.uint64)])
-            self._used = np.concatenate([self._used, np.zeros(extra, np.uint64)])
+            self._times.resize(extra)
             self.lru.resize(slots)
 
     def touch(self, slots: NDArray[np.int64]) -> None:
         """Make pages recent: the first of the chain most."""
         self.lru.touch(slots)
-        self._used[slots] = int(time.time())
+        self._times.touch(slots)
 
     def allocate(self, count: int) -> tuple[NDArray[np.int64], list[bytes]]:
         """Take up to `count` slots: free ones, then a new slab, then evicted ones. They become pinned.
@@ -198,8 +193,7 @@ class WriterPartition(Partition):
         evicted: list[bytes] = []
         while len(self._free) < count and self._growth.grow():
             pass
-        free = self._free
-        taken = [heapq.heappop(free) for _ in range(min(count, len(free)))]
+        taken = self._free.take(count)
         if len(taken) < count:
             victims, evicted = self.evict(count - len(taken))
             taken += victims
@@ -216,27 +210,17 @@ class WriterPartition(Partition):
 
     def take_free(self, *, outside: int) -> int | None:
         """Take one free slot that is not in the slab `outside`."""
-        kept: list[int] = []
-        target = None
-        while self._free and target is None:
-            slot = heapq.heappop(self._free)
-            if slot // self.facts.shape.slots == outside:
-                kept.append(slot)
-            else:
-                target = slot
-        for slot in kept:
-            heapq.heappush(self._free, slot)
-        return target
+        return self._free.take_outside(outside)
 
     def free_outside(self, slab: int) -> int:
         """Free slots that are not in a slab."""
-        return sum(slot // self.facts.shape.slots != slab for slot in self._free)
+        return self._free.count_outside(slab)
 
     def add(self, slots: NDArray[np.int64], keys: Sequence[bytes], records: NDArray[np.void]) -> None:
         """Enter published pages in the book-keeping and tell other processes."""
         self.keys.update(zip(slots.tolist(), keys, strict=True))
         self.lru.add(slots, key_heads(records), records["parent"])
-        self._access[slots] = self._used[slots] = records["access_s"]
+        self._times.stated[slots] = self._times.used[slots] = records["access_s"]
         self.pinned[slots] = records["flags"] & FLAG_PINNED != 0
         self.trusted[slots] = records["sequence"]
         self._journal.append(slots)
@@ -245,17 +229,12 @@ class WriterPartition(Partition):
         """Enter a new, mapped slab: its slots are free."""
         size = self.facts.shape.slots
         self.resize((number + 1) * size)
-        for slot in range(number * size, (number + 1) * size):
-            heapq.heappush(self._free, slot)
+        self._free.add(range(number * size, (number + 1) * size))
 
     def release(self, slots: NDArray[np.int64]) -> None:
         """Unpin slots; those freed meanwhile go back to the free list."""
         np.subtract.at(self.pins, slots, 1)
-        if self._limbo:
-            for slot in {*slots.tolist()} & self._limbo:
-                if not self.pins[slot]:
-                    self._limbo.discard(slot)
-                    heapq.heappush(self._free, slot)
+        self._free.release(slots, self.pins)
 
     def free(self, slots: Sequence[int]) -> list[bytes]:
         """Drop pages and return their keys; the slots wait until reads in flight are done."""
@@ -273,11 +252,7 @@ class WriterPartition(Partition):
         index = index[np.isin(index // self.facts.shape.slots, list(self.slabs))]
         damaged = list(self.tables.damaged(index))
         self._publish_free(index[~np.isin(index // self.facts.shape.slots, damaged)])
-        for slot in index.tolist():
-            if self.pins[slot]:
-                self._limbo.add(slot)
-            else:
-                heapq.heappush(self._free, slot)
+        self._free.give_back(index.tolist(), self.pins)
 
     def damaged_slabs(self, slots: Sequence[int]) -> dict[int, str]:
         """Look at the files under these slots; return each slab that cannot serve, and why."""
@@ -303,9 +278,7 @@ class WriterPartition(Partition):
         keys = [self.keys.pop(slot) for slot in gone]
         self.pinned[mine.start : mine.stop] = False
         self.suspect[mine.start : mine.stop] = False
-        self._free = [slot for slot in self._free if slot not in mine]
-        heapq.heapify(self._free)
-        self._limbo = {slot for slot in self._limbo if slot not in mine}
+        self._free.drop(mine)
         self.remove_slab_files(number)
         self._journal.invalidate()
         return keys
@@ -331,31 +304,12 @@ class WriterPartition(Partition):
         self._journal.append(slots)
 
     def publish_access(self, *, older_than_s: int, most: int | None = None) -> None:
-        """Re-publish the records of pages whose time of use is more than so many seconds from what they say.
-
-        Earlier counts too: the clock may have been put right. With `most`, only so many: those whose records
-        are oldest.
-        """
+        """Re-publish the records of pages whose time of use is not what they say; see `UseTimes.late`."""
         if not older_than_s:
-            self._use_in_order()
-        apart = np.maximum(self._used, self._access) - np.minimum(self._used, self._access)
-        late = np.flatnonzero(apart > older_than_s)
-        if most is not None and len(late) > most:
-            late = late[np.argpartition(self._access[late], most)[:most]]
+            self._times.put_in_order(np.array(list(self.keys), np.int64), self.lru.ticks)
+        late = self._times.late(older_than_s, most)
         late = late[[slot in self.keys and not self.pins[slot] for slot in late.tolist()]]
         self._republish(late)
-
-    def _use_in_order(self) -> None:
-        """Have times of use agree with the order of use where the clock was put back meanwhile."""
-        now_s = int(time.time())
-        slots = np.array(list(self.keys), np.int64)
-        if self._used[slots].max(initial=0) <= now_s:
-            return
-        slots = slots[np.argsort(-self.lru.ticks[slots], kind="stable")]  # most recent first
-        stated = np.concatenate([[now_s], self._used[slots].astype(np.int64)])
-        agreed = np.minimum.accumulate(stated)
-        agreed = np.minimum.accumulate(agreed - (agreed < stated))[1:]
-        self._used[slots] = np.maximum(agreed, 0).astype(np.uint64)
 
     def set_pinned(self, slots: NDArray[np.int64], *, pinned: bool) -> None:
         """Set or clear the flag that keeps pages from eviction, in the records too."""
@@ -385,11 +339,11 @@ class WriterPartition(Partition):
             part, records = part[good], records[good]
             if not len(part):
                 continue
-            records["access_s"] = self._used[part]
+            records["access_s"] = self._times.used[part]
             flags = records["flags"] & ~np.uint32(FLAG_PINNED)
             records["flags"] = flags | np.where(self.pinned[part], np.uint32(FLAG_PINNED), np.uint32(0))
             self.publish(part, records, self.tables.mark_writing(part))
-            self._access[part] = self._used[part]
+            self._times.stated[part] = self._times.used[part]
 
     def move(self, slot: int, target: int) -> bool:
         """Copy a page to a free slot and let the new record take over; False where that failed."""
@@ -419,7 +373,7 @@ class WriterPartition(Partition):
         self._journal.append(new)
         self.lru.move(slot, target)
         self.keys[target] = self.keys.pop(slot)
-        for column in (self._access, self._used, self.suspect, self.pinned, self.trusted):
+        for column in (self._times.stated, self._times.used, self.suspect, self.pinned, self.trusted):
             column[target] = column[slot]
         self.pinned[slot] = self.suspect[slot] = False
         self.give_back([slot])
@@ -477,37 +431,3 @@ class WriterPartition(Partition):
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             let_go(fd)
-
-
-def _past(records: NDArray[np.void]) -> NDArray[np.uint64]:
-    """Return times of last access, in seconds, none in the future: a clock was ahead where a record says so.
-
-    Such pages count as used before the first page that was stored after the clock was put right.
-    """
-    access: NDArray[np.uint64] = records["access_s"].copy()
-    now_s = np.uint64(time.time())
-    ahead = access > now_s
-    if ahead.any():
-        created, sequence = records["created_ns"] // np.uint64(1_000_000_000), records["sequence"]
-        last = sequence[created > now_s].max(initial=0)
-        since = created[(created <= now_s) & (sequence > last)] if last else created[:0]
-        access[ahead] = since.min(initial=now_s) - np.uint64(1)
-    return access
-
-
-def check_capacity(page_nbytes: int, capacity_nbytes: int) -> SlabShape:
-    """Return the shape of the slabs of a new partition.
-
-    Raises
-    ------
-    StoreFullError
-        Where the capacity holds no page.
-    """
-    shape = SlabShape.choose(page_nbytes, capacity_nbytes)
-    least = shape.file_nbytes + table_nbytes(shape.slots)
-    if capacity_nbytes < least:
-        raise StoreFullError(
-            f"capacity_bytes={capacity_nbytes} holds no page of {page_nbytes} bytes; "
-            f"at least {least} are needed."
-        )
-    return shape

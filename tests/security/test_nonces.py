@@ -90,7 +90,7 @@ def test_what_a_record_says_of_its_page_for_good_is_bound_and_what_changes_is_no
     before = PageCipher.contexts(as_records(writer.tables.gather(slots)), slots)
     store.pin(keys[:8])
     with store._core.lock:
-        writer._used[slots] += 1000
+        writer._times.used[slots] += 1000
         writer._republish(slots)
     after = as_records(writer.tables.gather(slots))
     assert PageCipher.contexts(after, slots) == before

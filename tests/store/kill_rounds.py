@@ -47,7 +47,7 @@ def child(root, turn, capacity, pipe):
         if rng.random() < 0.3:
             rig.get(store, keys[:4])
         with store._core.lock:
-            store._core.writer._used[:] += 1  # makes the next line publish every record anew
+            store._core.writer._times.used[:] += 1  # makes the next line publish every record anew
             store._core.writer.publish_access(older_than_s=0)
         gone = good[:1] if rng.random() < 0.2 else []
         os.write(pipe, (json.dumps({"will_delete": gone}) + "\n").encode())

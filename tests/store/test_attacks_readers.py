@@ -522,5 +522,5 @@ def test_an_interrupt_leaves_no_page_pinned(shop):
     writer = writer_of(store)
     assert not writer.pins.any()
     store.delete(B[:8])
-    assert not writer._limbo
+    assert not writer._free.waiting
     assert shop.get(store, A[:8]) == ["loaded"] * 8

@@ -129,7 +129,7 @@ def test_threads_on_one_store(memory_path):
                 store.unpin(some)
             else:
                 with store._core.lock:
-                    writer_of(store)._used[:] += 1
+                    writer_of(store)._times.used[:] += 1
                     writer_of(store).publish_access(older_than_s=0)
 
     with ThreadPoolExecutor(8) as pool:
@@ -144,7 +144,7 @@ def test_threads_on_one_store(memory_path):
     assert not core.writing
     assert {key: slot for slot, key in writer.keys.items()} == core.index
     assert len(writer._free) + len(writer.keys) == len(writer.slabs) * writer.facts.shape.slots
-    assert not writer._limbo
+    assert not writer._free.waiting
     rig.close()
 
 
@@ -161,7 +161,7 @@ def test_publishing_access_times_and_pins_costs_no_reader_a_miss(memory_path):
             store.pin(keys)
             store.unpin(keys)
             with store._core.lock:
-                writer_of(store)._used[:] += 1
+                writer_of(store)._times.used[:] += 1
                 writer_of(store).publish_access(older_than_s=0)
             time.sleep(0.001)
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache_tier_storage.access import Owners
-from hicache_tier_storage.asked_capacity import parse_capacity
+from hicache_tier_storage.asked_capacity import check_capacity, parse_capacity
 from hicache_tier_storage.bounded import BoundedStore
 from hicache_tier_storage.capacity import partition_paths
 from hicache_tier_storage.opening import open_store
 from hicache_tier_storage.root_check import check_root
-from hicache_tier_storage.writer import check_capacity
 
 from .batches import BatchReader
 from .choice import Choice, stored_units
