@@ -300,7 +300,7 @@ class Putter:
         """Publish and enter pages; False, and nothing done, where a slab was dropped meanwhile."""
         core, writer, slots = self._core, self._writer, pending.slots
         try:
-            writer.publish(slots, pending.records, pending.odd)
+            writer.records.publish(slots, pending.records, pending.odd)
         except SlabDamagedError:
             return False
         with core.lock:

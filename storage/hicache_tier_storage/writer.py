@@ -6,7 +6,6 @@ Not thread-safe: it is called under the store's lock, except where a method says
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,16 +22,8 @@ from .locks import let_go
 from .metadata import replace_file, stored_axes
 from .partition import Partition
 from .partition_facts import PartitionFacts
-from .record import (
-    COMMITTED,
-    FLAG_PINNED,
-    FREE,
-    as_records,
-    as_words,
-    key_heads,
-    new_records,
-    seal,
-)
+from .publisher import Publisher
+from .record import FLAG_PINNED, FREE, as_records, key_heads
 from .recovery import opened_state, recover_pages
 from .slab import FileCache, SlabDamagedError
 from .state import boot_id
@@ -51,7 +42,6 @@ if TYPE_CHECKING:
     from .partition_files import PartitionPaths
 
 _LOG = logging.getLogger(__name__)
-_REPUBLISHED_AT_ONCE = 64
 
 
 class WriterPartition(Partition):
@@ -83,6 +73,8 @@ class WriterPartition(Partition):
         Pages that are never evicted.
     stranded : int
         Slots set aside until the next open, because bytes for them may still be under way.
+    records : Publisher
+        Its records, as other processes see them.
     no_room : str
         Why the last slots that were asked for were not given.
     """
@@ -130,6 +122,7 @@ class WriterPartition(Partition):
             self.report(trouble)
         self.sequence = self.state.sequence
         self._journal = Journal(paths.journal, writable=True, access=budget.access)
+        self.records = Publisher(self, self._journal)
         self._growth = Growth(self, budget)
         self._files_access = budget.access
         try:
@@ -161,7 +154,7 @@ class WriterPartition(Partition):
         for number, table in self.tables.tables.items():
             vacant = np.flatnonzero(~held[number * size : (number + 1) * size])
             torn = vacant[as_records(table.words[vacant])["state"] != FREE]
-            self._publish_free(torn + number * size)
+            self.records.publish_free(torn + number * size)
             free += (vacant + number * size).tolist()
         self._free.load(free)
 
@@ -251,7 +244,7 @@ class WriterPartition(Partition):
         index = np.asarray(slots, np.int64)
         index = index[np.isin(index // self.facts.shape.slots, list(self.slabs))]
         damaged = list(self.tables.damaged(index))
-        self._publish_free(index[~np.isin(index // self.facts.shape.slots, damaged)])
+        self.records.publish_free(index[~np.isin(index // self.facts.shape.slots, damaged)])
         self._free.give_back(index.tolist(), self.pins)
 
     def damaged_slabs(self, slots: Sequence[int]) -> dict[int, str]:
@@ -285,24 +278,6 @@ class WriterPartition(Partition):
 
     # -- records ---------------------------------------------------------------------------------------
 
-    def publish(self, slots: NDArray[np.int64], records: NDArray[np.void], odd: NDArray[np.uint64]) -> None:
-        """Store committed records. Needs no lock for slots that are pinned."""
-        records["state"] = COMMITTED
-        records["generation"] = odd + np.uint64(1)
-        seal(records)
-        self.tables.publish(slots, as_words(records))
-
-    def _publish_free(self, slots: NDArray[np.int64]) -> None:
-        if not len(slots):
-            return
-        odd = self.tables.mark_writing(slots)
-        records = new_records(len(slots))
-        records["state"] = FREE
-        records["generation"] = odd + np.uint64(1)
-        seal(records)
-        self.tables.publish(slots, as_words(records))
-        self._journal.append(slots)
-
     def publish_access(self, *, older_than_s: int, most: int | None = None) -> None:
         """Re-publish the records of pages whose time of use is not what they say; see `UseTimes.late`."""
         if not older_than_s:
@@ -325,52 +300,15 @@ class WriterPartition(Partition):
             self.set_pinned(fresh, pinned=True)
 
     def _republish(self, slots: NDArray[np.int64]) -> None:
-        """Publish records anew with their access times and flags as they are now.
-
-        A few at a time: while they are being published, other processes must look again, and a kill leaves
-        them to be told good by their checksums.
-        """
-        for at in range(0, len(slots), _REPUBLISHED_AT_ONCE):
-            part = slots[at : at + _REPUBLISHED_AT_ONCE]
-            if self.tables.damaged(part):
-                continue  # whoever reads them next drops the slab
-            records = as_records(self.tables.gather(part))
-            good = self.committed(records)
-            part, records = part[good], records[good]
-            if not len(part):
-                continue
-            records["access_s"] = self._times.used[part]
-            flags = records["flags"] & ~np.uint32(FLAG_PINNED)
-            records["flags"] = flags | np.where(self.pinned[part], np.uint32(FLAG_PINNED), np.uint32(0))
-            self.publish(part, records, self.tables.mark_writing(part))
-            self._times.stated[part] = self._times.used[part]
+        """Have the records of pages say when they were used and whether they are pinned."""
+        done = self.records.republish(slots, self._times.used, self.pinned)
+        self._times.stated[done] = self._times.used[done]
 
     def move(self, slot: int, target: int) -> bool:
         """Copy a page to a free slot and let the new record take over; False where that failed."""
-        nbytes = self.facts.shape.page_nbytes
-        old, new = np.array([slot], np.int64), np.array([target], np.int64)
-        files, offsets = self.locate(np.array([slot, target], np.int64))
-        if self.tables.damaged(np.array([slot, target], np.int64)):
+        if not self.records.copy(slot, target):
             self.give_back([target])
             return False
-        records = as_records(self.tables.gather(old))
-        odd = self.tables.mark_writing(new)
-        try:
-            with files[0].open(direct=False) as fd:
-                payload: bytes | bytearray = os.pread(fd, nbytes, int(offsets[0]))
-            whole = len(payload) == nbytes and bool(self.committed(records).all())
-            if whole and self.cipher is not None:
-                payload = bytearray(payload)
-                whole = self.cipher.reseal(records, slot, target, odd, memoryview(payload))
-            with files[1].open(direct=False) as fd:
-                whole = whole and os.pwrite(fd, payload, int(offsets[1])) == nbytes
-        except (OSError, SlabDamagedError):
-            whole = False
-        if not whole:
-            self.give_back([target])
-            return False
-        self.publish(new, records, odd)
-        self._journal.append(new)
         self.lru.move(slot, target)
         self.keys[target] = self.keys.pop(slot)
         for column in (self._times.stated, self._times.used, self.suspect, self.pinned, self.trusted):
