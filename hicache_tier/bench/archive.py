@@ -10,30 +10,24 @@ from typing import Any
 
 import click
 
+from hicache_tier.cli.numbers import Size
 from hicache_tier.cli.output import json_option, print_json, show, size, table
 
 _PARTS = ("exports", "imports", "codecs", "load", "memory")
 
 
-def _nbytes(text: str, option: str) -> int:
-    from humanfriendly import InvalidSize, parse_size
-
-    try:
-        return int(parse_size(text, binary=True))
-    except InvalidSize as error:
-        raise click.BadParameter(f"{text!r} is no size such as 1GiB", param_hint=option) from error
-
-
 @click.command("archive", short_help="Measure exports and imports against plain copies.")
 @click.option("--root", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path(),
               help="Directory to measure in.")  # fmt: skip
-@click.option("--size", "total", default="1GiB", show_default=True, help="Payload of each store.")
-@click.option("--page", default="2MiB", show_default=True, help="Bytes of a page.")
+@click.option(
+    "--size", "total", type=Size(), default="1GiB", show_default=True, help="Payload of each store."
+)
+@click.option("--page", type=Size(), default="2MiB", show_default=True, help="Bytes of a page.")
 @click.option("--repeats", type=click.IntRange(3), default=5, show_default=True, help="Turns; medians count.")
 @click.option("--only", type=click.Choice(_PARTS), multiple=True, help="Only these measurements.")
 @json_option
 def command(  # noqa: PLR0917 - click passes options by name
-    root: Path, total: str, page: str, repeats: int, only: tuple[str, ...], as_json: bool
+    root: Path, total: int, page: int, repeats: int, only: tuple[str, ...], as_json: bool
 ) -> None:
     """Measure exports and imports, every byte checked first.
 
@@ -48,7 +42,7 @@ def command(  # noqa: PLR0917 - click passes options by name
     from .archive_runs import ArchiveBench
 
     wanted = only or _PARTS
-    rig = ArchiveRig(root, _nbytes(total, "--size"), _nbytes(page, "--page"))
+    rig = ArchiveRig(root, total, page)
     found: dict[str, Any] = {"bytes": rig.nbytes, "page_nbytes": rig.page_nbytes, "host": _host(root)}
     console = Console(file=sys.stderr)
     try:

@@ -25,6 +25,7 @@ _HEADS, _HEAD_DIM, _PAGE_TOKENS, _DTYPE = 8, 128, 16, "bfloat16"
 _LAYER_NBYTES = 2 * _HEADS * _HEAD_DIM * 2 * _PAGE_TOKENS
 _BATCH_NBYTES = 32 << 20
 RANKS = 8
+_COPIES = 4  # stores and archives that are there at once
 _LEAST_PAGES = 16  # the store that is written to while it is exported holds four times as many
 
 
@@ -50,6 +51,11 @@ class ArchiveRig:
             raise BenchError(
                 f"size {nbytes} holds {self.pages} pages of {page_nbytes} bytes; at least {_LEAST_PAGES}, "
                 f"{_LEAST_PAGES * page_nbytes} bytes, are needed. Raise --size or lower --page."
+            )
+        free = shutil.disk_usage(root).free
+        if _COPIES * nbytes > free:
+            raise BenchError(
+                f"{_COPIES} times {nbytes} bytes are needed, and {root} has {free} free. Lower --size."
             )
         self.page_nbytes = page_nbytes
         self.nbytes = self.pages * page_nbytes

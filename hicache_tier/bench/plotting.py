@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .errors import BenchError
+from .report_file import check_report_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def check_plotting() -> None:
@@ -11,6 +17,18 @@ def check_plotting() -> None:
         import matplotlib as mpl
     except ImportError as error:
         raise BenchError(
-            "--plot needs matplotlib, which is not installed. Use: pip install 'hicache-tier[plot]'."
+            "--plot needs matplotlib, which is not installed. Use: pip install 'hicache-tier[plot]', "
+            "or in a clone pip install '.[plot]'."
         ) from error
     mpl.use("agg")
+
+
+def check_picture(path: Path) -> None:
+    """Raise `BenchError` where a picture cannot be drawn or written."""
+    check_plotting()
+    from matplotlib.figure import Figure
+
+    known = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise BenchError(f"--plot {path}: {path.suffix} is no kind of picture. Known: {', '.join(known)}.")
+    check_report_file(path, "--plot")

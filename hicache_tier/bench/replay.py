@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from hicache_tier.cli.numbers import Finite, Size
 from hicache_tier.cli.output import json_option, print_json, progress
 from hicache_tier.layout import Layout
 
@@ -15,28 +16,10 @@ _FINDING = 1
 _PEERS = ("file-a-page", "sglang-file")
 
 
-class _Size(click.ParamType[int]):
-    """Bytes, as a number or as text such as `2 GiB`."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:  # noqa: ANN401 - click's signature
-        """Read one size."""
-        from humanfriendly import InvalidSize, parse_size
-
-        try:
-            nbytes = int(parse_size(str(value), binary=True))
-        except InvalidSize:
-            nbytes = 0
-        if nbytes < 1:
-            self.fail(f"{value!r} is not a size such as 2GiB.", param, ctx)
-        return nbytes
-
-
 @click.command("replay", short_help="Replay a trace of requests through the tier, with real bytes.")
 @click.argument("trace", metavar="TRACE")
 @click.option("--requests", type=click.IntRange(1), help="The first so many.  [default: all; 1000 generated]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of a generated trace.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of a generated trace.")
 @click.option("--root", type=click.Path(path_type=Path, file_okay=False, exists=True), default=Path(),
               help="Directory for the stores; what is written is removed.")  # fmt: skip
 @click.option("--model", default="tiny", show_default=True,
@@ -54,17 +37,15 @@ class _Size(click.ParamType[int]):
 @click.option("--device", default="cpu", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @click.option("--device-pages", type=click.IntRange(0), default=0, show_default=True,
               help="Pages that stay on the device between requests.")  # fmt: skip
-@click.option(
-    "--host-size", "host_nbytes", type=_Size(), help="Host pool.  [default: a quarter of the pages]"
-)
-@click.option("--capacity", "capacity_nbytes", type=_Size(), help="Store.  [default: all pages fit]")
+@click.option("--host-size", "host_nbytes", type=Size(), help="Host pool.  [default: a quarter of the pages]")
+@click.option("--capacity", "capacity_nbytes", type=Size(), help="Store.  [default: all pages fit]")
 @click.option("--policy", default="write_through", show_default=True, help="Write policy of the tier.")
 @click.option("--prefetch", default="wait_complete", show_default=True, help="Prefetch policy of the tier.")
-@click.option("--lookup-timeout", "lookup_timeout_s", type=click.FloatRange(0, min_open=True), default=1.0,
+@click.option("--lookup-timeout", "lookup_timeout_s", type=Finite(0, 3600, min_open=True), default=1.0,
               show_default=True, help="Seconds that match waits for the store.")  # fmt: skip
 @click.option("--engine", default="auto", show_default=True, help="Byte engine of the store.")
 @click.option("--io-mode", default="auto", show_default=True, help="auto, direct or buffered.")
-@click.option("--speed", type=click.FloatRange(0), default=0.0, show_default=True,
+@click.option("--speed", type=Finite(0), default=0.0, show_default=True,
               help="Times as fast as the trace; 0: as fast as the writes keep up.")  # fmt: skip
 @click.option("--peer", "peers", multiple=True, type=click.Choice(_PEERS),
               help="The same trace through this store, under the same tier.")  # fmt: skip
@@ -79,9 +60,9 @@ def command(ctx: click.Context, /, plot: Path | None, as_json: bool, **wish: Any
     with an LRU without a bound.
     """
     if plot is not None:
-        from .plotting import check_plotting
+        from .plotting import check_picture
 
-        check_plotting()
+        check_picture(plot)
     from .replay_session import ReplaySession, ReplayWish
 
     session = ReplaySession(ReplayWish(**wish))

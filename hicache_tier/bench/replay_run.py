@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ class _Clock:
         """Wait for the time of a request, or, as fast as possible, until its writes would find room."""
         if self._speed:
             due_s = self.began_s + (request.timestamp_ms - self._first_ms) / 1e3 / self._speed
-            time.sleep(max(0.0, due_s - time.monotonic()))
+            time.sleep(min(max(0.0, due_s - time.monotonic()), threading.TIMEOUT_MAX))
             return
         began_s = time.monotonic()
         while (

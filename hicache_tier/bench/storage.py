@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
+from hicache_tier.cli.numbers import Finite
 from hicache_tier.cli.output import json_option, print_json, progress
 from hicache_tier.layout import Layout
 
 from .peers import PEERS
+from .report_file import check_report_file
 from .storage_cases import DEFAULT, SWEEP
 from .storage_sources import SOURCES
 
@@ -52,7 +54,7 @@ _FINDING = 1
               help="Slots of the store whose opening is timed; 0 for throughput alone.")  # fmt: skip
 @click.option("--allow-cached", is_flag=True,
               help="Give figures of the page cache too, and figures above the device's link.")  # fmt: skip
-@click.option("--link-gb-s", type=click.FloatRange(0, min_open=True),
+@click.option("--link-gb-s", type=Finite(0, min_open=True),
               help="What the device's link carries, GB/s.  [default: as PCIe tells]")  # fmt: skip
 @click.option("--markdown", "markdown_path", type=click.Path(dir_okay=False, path_type=Path),
               help="Write the tables as Markdown.")  # fmt: skip
@@ -88,9 +90,11 @@ def command(  # noqa: PLR0917 - click passes options by name
     Figures above the device's link are refused (exit code 1). What was written is removed at the end.
     """
     if plot is not None:
-        from .plotting import check_plotting
+        from .plotting import check_picture
 
-        check_plotting()
+        check_picture(plot)
+    if markdown_path is not None:
+        check_report_file(markdown_path, "--markdown")
     from .storage_session import StorageSession, StorageWish
 
     wish = StorageWish(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 512
 _MAX_LINE = 64 << 20
+_MOST = 1 << 53  # what a float holds exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ def _parse(line: str) -> Request:
 
 def _count(record: dict[str, Any], name: str) -> int:
     value = _whole(name, record.get(name))
-    if value < 0:
-        raise ValueError(f"{name} must be 0 or more, got {value}")
+    if not 0 <= value <= _MOST:
+        raise ValueError(f"{name} must be from 0 to {_MOST}, got {str(value)[:40]}")
     return value
 
 

@@ -112,9 +112,9 @@ def command(  # noqa: PLR0917 - click passes options by name
     if targets and (full or busy or any(axes.values())):
         raise click.UsageError("--targets has cells of its own; give it without --full, --busy or axes.")
     if plot is not None:
-        from .plotting import check_plotting
+        from .plotting import check_picture
 
-        check_plotting()
+        check_picture(plot)
     if calibrate:
         _calibrate(device, as_json=as_json)
         return

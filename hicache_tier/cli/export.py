@@ -11,6 +11,7 @@ from hicache_tier.errors import InvalidArgumentError
 
 from .app import FINDING
 from .key import key_option
+from .numbers import Size
 from .output import byte_progress, count, json_option, print_json, show, size, table
 
 _MAX_KEY_LINE = 4096
@@ -22,22 +23,6 @@ _WHY = {
     "over_size": "above the size asked for",
     "unverifiable": "without a checksum, after a power loss",
 }
-
-
-def parse_size(text: str | None, option: str) -> int | None:
-    """Return bytes of text such as `100 GiB`."""
-    from humanfriendly import InvalidSize
-    from humanfriendly import parse_size as parse
-
-    if text is None:
-        return None
-    try:
-        nbytes = int(parse(text))
-    except InvalidSize as error:
-        raise click.BadParameter(f"{text!r} is not a size such as 100GiB.", param_hint=option) from error
-    if nbytes <= 0:
-        raise click.BadParameter(f"{text!r} is not above 0.", param_hint=option)
-    return nbytes
 
 
 def read_keys(path: Path) -> frozenset[bytes]:
@@ -72,7 +57,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
                    "The archive then holds the token ids, which other page sizes need.")  # fmt: skip
 @click.option("--tenant", "tenants", multiple=True, envvar="HICACHE_TIER_TENANT",
               help="Salt that keys of --tokens may have been made with.")  # fmt: skip
-@click.option("--max-size", metavar="SIZE", help="At most so much payload, whole prefixes first.")
+@click.option("--max-size", "max_nbytes", type=Size(), help="At most so much payload, whole prefixes first.")
 @click.option("--first", type=click.Choice(["used", "newest"]), default="used", show_default=True,
               help="With --max-size: pages used last, or made last, come first.")  # fmt: skip
 @click.option("--codec", type=click.Choice(["none", "fast", "small", "zstd"]), default="none",
@@ -95,7 +80,7 @@ def command(  # noqa: PLR0917 - click passes options by name
     keys: Path | None,
     tokens: tuple[Path, ...],
     tenants: tuple[str, ...],
-    max_size: str | None,
+    max_nbytes: int | None,
     first: str,
     codec: str,
     processes: int,
@@ -121,7 +106,7 @@ def command(  # noqa: PLR0917 - click passes options by name
         keys=None if keys is None else read_keys(keys),
         prompts=tuple(prompt for path in tokens for prompt in read_prompts(path)) if tokens else None,
         tenants=tenants,
-        max_nbytes=parse_size(max_size, "--max-size"),
+        max_nbytes=max_nbytes,
         first=first,
     )
     try:
