@@ -17,22 +17,6 @@ if TYPE_CHECKING:
     from .storage_cases import StorageShape
 
 
-def why_not() -> str:
-    """Return "": it needs nothing."""
-    return ""
-
-
-def make(
-    folder: Path,
-    shape: StorageShape,
-    sources: Sequence[list[memoryview]],
-    targets: Sequence[list[memoryview]],
-) -> FileAPage:
-    """Return the peer."""
-    del shape
-    return FileAPage(folder, sources, targets)
-
-
 class FileAPage:
     """One file a page, in one thread: the I/O of SGLang's file backend (0.5.23).
 
@@ -43,9 +27,19 @@ class FileAPage:
     cache = Cache.DROPPED
     moves_pages = True
 
+    @staticmethod
+    def why_not() -> str:
+        """Return "": it needs nothing."""
+        return ""
+
     def __init__(
-        self, folder: Path, sources: Sequence[list[memoryview]], targets: Sequence[list[memoryview]]
+        self,
+        folder: Path,
+        shape: StorageShape,
+        sources: Sequence[list[memoryview]],
+        targets: Sequence[list[memoryview]],
     ) -> None:
+        del shape
         self._paths = [folder / f"page_{number}.bin" for number in range(len(sources))]
         self._sources, self._targets = sources, targets
 

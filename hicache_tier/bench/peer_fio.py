@@ -19,28 +19,24 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 300
 
 
-def why_not() -> str:
-    """Return why it cannot be measured, or ""."""
-    return "" if shutil.which("fio") else "fio is not installed"
-
-
-def make(
-    folder: Path,
-    shape: StorageShape,
-    sources: Sequence[list[memoryview]],
-    targets: Sequence[list[memoryview]],
-) -> Fio:
-    """Return the peer."""
-    del sources, targets
-    return Fio(folder, shape)
-
-
 class Fio:
     """One job a thread, each with its part of one file, one block of a page's size a call (`psync`)."""
 
     moves_pages = False
 
-    def __init__(self, folder: Path, shape: StorageShape) -> None:
+    @staticmethod
+    def why_not() -> str:
+        """Return why it cannot be measured, or ""."""
+        return "" if shutil.which("fio") else "fio is not installed"
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: StorageShape,
+        sources: Sequence[list[memoryview]],
+        targets: Sequence[list[memoryview]],
+    ) -> None:
+        del sources, targets
         self._path = folder / "fio"
         self._direct = shape.mode == "direct"
         self.cache = Cache.BYPASSED if self._direct else Cache.DROPPED

@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from .storage_cases import StorageShape
 
 
-def why_not() -> str:
-    """Return why it cannot be measured, or ""."""
-    return why_no_nixl()
-
-
-def make(
-    folder: Path,
-    shape: StorageShape,
-    sources: Sequence[list[memoryview]],
-    targets: Sequence[list[memoryview]],
-) -> NixlPages:
-    """Return the peer."""
-    return NixlPages(folder, shape, sources, targets)
-
-
 class NixlPages:
     """Pages one after another in one file, moved by this project's lanes of NIXL.
 
@@ -48,6 +33,11 @@ class NixlPages:
     """
 
     moves_pages = True
+
+    @staticmethod
+    def why_not() -> str:
+        """Return why it cannot be measured, or ""."""
+        return why_no_nixl()
 
     def __init__(
         self,

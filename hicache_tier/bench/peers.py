@@ -17,17 +17,26 @@ if TYPE_CHECKING:
 
 
 class Peer(Protocol):
-    """Pages of a shape, kept in another way.
-
-    A peer is made with `(folder, shape, sources, targets)`: a folder of its own, and the buffers of each page
-    to write and to read into.
-    """
+    """Pages of a shape, kept in another way."""
 
     cache: Cache
     """How it meets the page cache where the shape is measured cold."""
 
     moves_pages: bool
     """Whether it moves the pool's pages, so that their bytes can be checked; a load generator has its own."""
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: StorageShape,
+        sources: Sequence[list[memoryview]],
+        targets: Sequence[list[memoryview]],
+    ) -> None:
+        """Take a folder of its own, and the buffers of each page to write and to read into."""
+
+    @staticmethod
+    def why_not() -> str:
+        """Return why it cannot be measured on this machine, or ""."""
 
     def write(self) -> float | None:
         """Write every page; the seconds where it measures them itself."""
@@ -47,15 +56,20 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """A peer by name: the module whose `why_not` and `make` it is, and what it stands for."""
+    """A peer by name: module and class of it, and what it stands for."""
 
     name: str
     home: str
+    kind: str
     what: str
+
+    def _class(self) -> type[Peer]:
+        found: type[Peer] = getattr(import_module(f"{__package__}.{self.home}"), self.kind)
+        return found
 
     def why_not(self) -> str:
         """Return why it cannot be measured on this machine, or ""."""
-        return str(import_module(f"{__package__}.{self.home}").why_not())
+        return self._class().why_not()
 
     def make(
         self,
@@ -66,18 +80,19 @@ class PeerKind:
     ) -> Peer:
         """Make it; the folder is created."""
         folder.mkdir()
-        peer: Peer = import_module(f"{__package__}.{self.home}").make(folder, shape, sources, targets)
-        return peer
+        return self._class()(folder, shape, sources, targets)
 
 
 PEERS = {
     kind.name: kind
     for kind in (
-        PeerKind("file-a-page", "peer_files", "one file a page, as SGLang's file backend does its I/O"),
-        PeerKind("zarr-python", "peer_zarr", "a Zarr v3 array, one chunk a page, no codec"),
-        PeerKind("tensorstore", "peer_tensorstore", "the same array by tensorstore"),
-        PeerKind("nixl", "peer_nixl", "NIXL's POSIX plug-in over one file"),
-        PeerKind("fio", "peer_fio", "fio, psync, as many jobs as threads"),
+        PeerKind(
+            "file-a-page", "peer_files", "FileAPage", "one file a page: the I/O of SGLang's file backend"
+        ),
+        PeerKind("zarr-python", "peer_zarr", "ZarrPages", "a Zarr v3 array, one chunk a page, no codec"),
+        PeerKind("tensorstore", "peer_tensorstore", "TensorStorePages", "the same array by tensorstore"),
+        PeerKind("nixl", "peer_nixl", "NixlPages", "NIXL's POSIX plug-in over one file"),
+        PeerKind("fio", "peer_fio", "Fio", "fio, psync, as many jobs as threads"),
     )
 }
 DEFAULT = ("file-a-page", "fio")
