@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
-import time
-import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
 
-from .closing import Closer, CloseReport
 from .core import StoreCore
-from .encryption import ALGORITHM
 from .getter import Getter
 from .keeper import Keeper
 from .keys import PageKey, normalise_key, normalise_keys
 from .payloads import payload_of
 from .putter import Offer, Putter
+from .shutdown import Shutdown
 from .status import ABSENT, DELETED, PageStatus, failed
+from .store_stats import stats_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,16 +27,13 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
 
     from .capacity import RootBudget
+    from .closing import CloseReport
     from .engine import ByteEngine
     from .foreign import ForeignPages
     from .identity import Identity
     from .payload import Payload, Pool
     from .slab import FileCache
     from .writer import WriterPartition
-
-_LOG = logging.getLogger(__name__)
-_OPEN: weakref.WeakSet[PageStore] = weakref.WeakSet()
-_PATIENCE = 0.8  # of the time that a close has: for calls in flight
 
 
 class PageStore:
@@ -81,8 +73,6 @@ class PageStore:
         self.root = budget.root
         self._budget = budget
         self._cache = cache
-        self._owns_engine = owns_engine
-        self._closing = threading.Lock()
         self._core = core = StoreCore(
             root=self.root,
             geometry=self.geometry,
@@ -92,6 +82,7 @@ class PageStore:
             asked=asked,
             encrypted=identity.encrypted,
         )
+        self._shutdown = Shutdown(core, cache, owns_engine=owns_engine)
         self._getter = Getter(core, verify_always=verify_always, verify_foreign=verify_foreign)
         self._putter: Putter | None = None
         self._keeper: Keeper | None = None
@@ -103,7 +94,7 @@ class PageStore:
             foreign.refresh()
             if self._keeper is not None:
                 self._keeper.start()  # last: what fails before leaves no thread behind
-        _OPEN.add(self)
+        self._shutdown.expect()
 
     # -- looking up ------------------------------------------------------------------------------------
 
@@ -310,36 +301,7 @@ class PageStore:
 
     def stats(self) -> dict[str, Any]:
         """Return counters and gauges as plain data: sizes in bytes, verdicts by reason."""
-        core = self._core
-        with core.briefly():
-            writer = core.writer
-            verdicts: dict[str, dict[str, int]] = {"put": {}, "get": {}, "delete": {}}
-            for (verb, reason), count in core.counts.items():
-                verdicts[verb][reason] = count
-            shape = writer.facts.shape if writer else None
-            return {
-                **verdicts,
-                "engine": core.engine.name,
-                "mode": core.engine.mode,
-                "device_mode": core.devices.mode,
-                "namespace": self.identity.namespace,
-                "encryption": ALGORITHM if self.identity.encrypted else None,
-                "partition": writer.name if writer else None,
-                "pages": len(core.index),
-                "pages_other_writers": len(core.foreign.index),
-                "page_nbytes": self.geometry.page_nbytes,
-                "capacity_bytes": self._budget.capacity_nbytes,
-                "allocated_bytes": len(writer.slabs) * shape.file_nbytes if writer and shape else 0,
-                "live_bytes": len(core.index) * shape.stride if shape else 0,
-                "evictions": writer.evictions if writer else 0,
-                "stranded_slots": writer.stranded if writer else 0,
-                "slabs_dropped": core.slabs_dropped,
-                "suspect_pages": int(writer.suspect.sum()) if writer else 0,
-                "damage": [
-                    *(writer.damage if writer else ()),
-                    *(line for part in core.foreign.partitions.values() for line in part.damage),
-                ],
-            }
+        return stats_of(self._core, self.identity, self._budget)
 
     def close(self, timeout: float = 10.0) -> CloseReport:
         """Sync, state that the partition is clean, and let go of it; within `timeout` seconds.
@@ -352,56 +314,12 @@ class PageStore:
         CloseReport
             What was left behind.
         """
-        core = self._core
-        with self._closing:
-            if core.closed:
-                return CloseReport()
-            core.closed = "the store is closed"
-        closer = Closer(self._close, lambda: CloseReport(core.users, synced=False))
-        closer.start(timeout)
-        report = closer.result()
-        if not report.clean:
-            _LOG.error(
-                "%s: storage did not return %d calls within %g s: abandoned",
-                self.root,
-                report.abandoned_calls,
-                timeout,
-            )
-        return report
+        return self._shutdown.close(self._keeper, timeout)
 
     @property
     def closed(self) -> bool:
         """Whether it cannot be used any more."""
         return bool(self._core.closed)
-
-    def _close(self, until_s: float) -> CloseReport:
-        core, left_s = self._core, max(0.0, until_s - time.monotonic())
-        if self._keeper is not None:
-            self._keeper.stop(left_s * _PATIENCE)
-        with core.lock:
-            left = core.drain(max(0.0, until_s - time.monotonic() - left_s * (1 - _PATIENCE)))
-            _OPEN.discard(self)
-            if left:
-                core.when_idle = self._let_go  # the last call to return does it
-            else:
-                self._let_go(clean=True)
-        return CloseReport(left, synced=not left)
-
-    def _let_go(self, *, clean: bool = False) -> None:
-        """Give back what the store holds. The lock must be held, and no call be in flight."""
-        core = self._core
-        try:
-            if core.writer is not None and clean:
-                core.writer.publish_access(older_than_s=0)
-                core.writer.sync_and_close()
-            elif core.writer is not None:
-                core.writer.abandon()
-        finally:
-            core.foreign.close()
-            core.devices.close()
-            if self._owns_engine:  # one that the caller passed in may serve other stores
-                core.engine.close()
-            self._cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -460,20 +378,3 @@ class PageStore:
         self._core.refresh()
         with self._core.session():
             return self._getter.get(names, payload)
-
-    def _after_fork(self) -> None:
-        """Let a child of fork use nothing of its parent's."""
-        core = self._core
-        core.after_fork("the store was opened by another process; open it again in this one")
-        self._cache.after_fork()
-        if core.writer is not None:
-            core.writer.disown_lock()
-
-
-def _disown_parents_stores() -> None:
-    for store in list(_OPEN):
-        store._after_fork()  # noqa: SLF001 - the same module
-    _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_disown_parents_stores)
