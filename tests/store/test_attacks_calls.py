@@ -196,7 +196,7 @@ def test_pages_stored_while_the_clock_was_ahead_are_not_kept_for_good(shop, monk
     assert store.match_prefix(new) == 100
     assert store.match_prefix(more) == 100
     store.close()
-    stamps = writer_of(shop.open())._access
+    stamps = writer_of(shop.open())._times.stated
     assert stamps.max() <= real_s() + 1, "what is stated now is what the clock says"
     assert np.count_nonzero(stamps) > 200
 
