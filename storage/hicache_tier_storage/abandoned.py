@@ -117,18 +117,19 @@ class OnDevice(Abandonable):
 
     Parameters
     ----------
-    pool : DevicePool
+    pool : DevicePool or LeasedDevice
+        A lease that is the caller's own is the caller's to end.
     pages : page numbers
-    lease : Lease, optional
-        The caller's own, which is the caller's to end.
     """
 
-    def __init__(self, pool: DevicePool, pages: ArrayLike, lease: Lease | None = None) -> None:
+    def __init__(self, pool: DevicePool | LeasedDevice, pages: ArrayLike) -> None:
         from .staging import aside, given_so_far  # here, because it needs torch
 
-        self._device, self._aside = pool.device, aside
-        self._own = Lease() if lease is None else None
-        super().__init__(LeasedDevice(pool, lease or self._own, given_so_far(pool.device)), pages)
+        given = pool if isinstance(pool, LeasedDevice) else LeasedDevice(pool)
+        self._device, self._aside = given.pool.device, aside
+        self._own = given.lease if given is not pool else None
+        begin = given.begin or given_so_far(self._device)
+        super().__init__(LeasedDevice(given.pool, given.lease, begin), pages)
 
     def around(self) -> AbstractContextManager[object]:
         """Have no other work of the device be followed."""
@@ -165,9 +166,7 @@ def abandonable(pool: Pool, pages: ArrayLike, *, write: bool) -> Abandonable:
 def _on_device(pool: Any, pages: ArrayLike) -> Abandonable:  # noqa: ANN401 - whatever was given as a pool
     from hicache_tier.device_pool import DevicePool  # here, because it needs torch
 
-    if isinstance(pool, LeasedDevice):
-        return OnDevice(pool.pool, pages, pool.lease)
-    return OnDevice(pool, pages) if isinstance(pool, DevicePool) else Abandonable(pool, pages)
+    return (OnDevice if isinstance(pool, DevicePool | LeasedDevice) else Abandonable)(pool, pages)
 
 
 def own_copy(pages: Any) -> NDArray[Any]:  # noqa: ANN401 - whatever was given as page numbers
