@@ -252,7 +252,7 @@ def test_a_batch_is_cut_as_fine_as_storage_is_slow():
     assert pace.pages == 1
 
 
-def test_errors_of_storage_are_misses_with_their_reason(rig, engine):
+def test_errors_of_storage_are_misses_with_their_reason(rig, engine, caplog):
     assert rig.put(NAMES[:4], range(4)) == ["stored"] * 4
     engine.fails = True
     assert set(rig.get(NAMES[:4], range(4))) == {"io_error: Input/output error"}
@@ -261,6 +261,7 @@ def test_errors_of_storage_are_misses_with_their_reason(rig, engine):
     rig.pool.store.close()
     assert rig.get(NAMES[:4], range(4)) == ["error: closed"] * 4
     assert rig.put(NAMES[:4], range(4)) == ["error: closed"] * 4
+    assert "get of pool kv failed: " in caplog.text
 
 
 def test_hung_calls_take_threads_up_to_a_bound(tmp_path, engine):

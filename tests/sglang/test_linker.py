@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 KINDS = ("mha", "wide_k", "mla")
@@ -26,7 +27,7 @@ def linked(tmp_path, context):
     server = context()
 
     def make(kind="mha", root="root", **options):
-        config = linker_config(tmp_path / root, **{"deadline_s": 1.0, "probe_interval_s": 0.1} | options)
+        config = linker_config(tmp_path / root, **{"deadline_s": 4, "probe_interval_s": 0.1} | options)
         made.append(LinkedCaches(server, config, kind))
         return made[-1]
 
@@ -175,12 +176,14 @@ def test_a_read_that_hangs_is_left_and_lands_nowhere(linked, monkeypatch):
     caches, tokens = linked(), of(1, 6)
     caches.compute(tokens)
     caches.forget()
+    caches.linker.desk.deadline_s = 0.5
     gate.free["read"].clear()
     started_s = time.monotonic()
     assert caches.load(tokens) == 0
-    assert time.monotonic() - started_s < 2.5
+    assert time.monotonic() - started_s < 5.0
     assert caches.found(tokens) == 0  # the breaker is open
     assert caches.load(tokens) == 0
+    caches.linker.desk.deadline_s = 4
     gate.free["read"].set()
     assert caches.pump(lambda: caches.found(tokens) == len(tokens), 10.0)  # it closes by itself
     assert all(not buffer.any() for buffer in caches._buffers())
@@ -190,17 +193,54 @@ def test_a_read_that_hangs_is_left_and_lands_nowhere(linked, monkeypatch):
 def test_a_write_that_hangs_lets_the_pages_go(linked, monkeypatch):
     gate = Gate(monkeypatch)
     caches, tokens = linked(), of(1, 6)
+    caches.linker.desk.deadline_s = 0.5
     gate.free["write"].clear()
     started_s = time.monotonic()
     caches.compute(tokens)  # which waits until the tree holds no page for storage
-    assert time.monotonic() - started_s < 4.0
+    assert time.monotonic() - started_s < 5.0
     assert caches.found(tokens + of(2, 1)) == 0
+    caches.linker.desk.deadline_s = 4
     gate.free["write"].set()
     assert caches.pump(lambda: not caches.linker.desk.health.reads_open, 10.0)
     time.sleep(0.3)
     caches.compute(tokens)  # a failure is tried again
     caches.forget()
     assert caches.load(tokens) == len(tokens)
+
+
+def test_nothing_that_is_asked_wrongly_raises_into_the_scheduler(linked):
+    from types import SimpleNamespace
+
+    linker = linked().linker
+    slots = torch.arange(16)
+    for keys, indices in [
+        (["a", None], slots),
+        ([7], slots),
+        (["\ud800"], slots),
+        (["a"], [1]),
+        (["a"], slots + 1),
+    ]:
+        ask = [SimpleNamespace(name="kv", keys=keys, device_indices=indices, hit_policy="of a later release")]
+        assert linker.lookup("r", ask) == []
+        assert not linker.load("r", ask)
+        if linker.offload(ask):
+            linker._offloads.drain(time.monotonic() + 10)
+    assert linker.lookup("r", None) == []
+    assert not linker.offload(None)
+    assert linker.reset() is None
+
+
+def test_weights_that_are_updated_while_the_server_runs_get_no_pages_of_the_old(linked):
+    from sglang.srt.runtime_context import get_context
+
+    caches, tokens = linked(), of(1, 4)
+    caches.compute(tokens)
+    caches.forget()
+    get_context().override("scheduler.weight_version", weight_version="2")
+    assert caches.found(tokens) == 0
+    caches.linker.lookup = lambda *_: list(range(1, 5))  # one that was made before the update
+    assert caches.load(tokens) == 0
+    assert linked().found(tokens) == 0
 
 
 def test_no_wrong_byte_from_storage_that_fails(linked, monkeypatch):
@@ -251,6 +291,7 @@ def test_reset_close_and_begin_again(linked, monkeypatch):
     gate = Gate(monkeypatch)
     caches, tokens = linked(), of(1, 5)
     caches.compute(tokens)
+    caches.linker.desk.deadline_s = 0.5
     gate.free["write"].clear()
     slots = caches.allocator.alloc(16)
     from array import array
@@ -262,7 +303,7 @@ def test_reset_close_and_begin_again(linked, monkeypatch):
     assert caches.cache.linker.pending_offloads
     started_s = time.monotonic()
     caches.forget()  # with an offload under way
-    assert time.monotonic() - started_s < 4.0
+    assert time.monotonic() - started_s < 9.0
     assert not caches.cache.linker.pending_offloads
     gate.free["write"].set()
     descriptors = threads = 0

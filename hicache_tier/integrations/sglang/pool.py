@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .ranks import Ranks
     from .view import PoolView
 
+_LOG = logging.getLogger(__name__)
 LATE = failed("late")
 _BATCH_NBYTES = (
     64 << 20
@@ -91,6 +93,9 @@ class Pages:
             try:
                 verdicts = call_of(part)()
             except Exception as error:  # noqa: BLE001 - a fault is a miss with a reason, whatever it is
+                _LOG.error(
+                    "%s of pool %s failed: %s: %s", op, self.pool.view.name, type(error).__name__, error
+                )
                 verdicts = [failed(f"error: {error_kind(error)}")] * (part.stop - part.start)
             self.status[part] = verdicts
             pace.learn(moved(verdicts), time.perf_counter() - started_s)
