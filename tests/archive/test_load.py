@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,11 +13,13 @@ from hicache_tier.device_pool import DevicePool
 from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.host_pool import HostPool
+from hicache_tier.keys import page_keys
 from hicache_tier.testing.array_pool import keys_of, page_bytes, read_page
 from hicache_tier.testing.memory_store import MemoryStore
 from hicache_tier_storage.archive import (
     ArchiveError,
     Conversion,
+    Selection,
     export_archive,
     import_archive,
     load_archive,
@@ -166,3 +171,31 @@ def test_import_reads_pages_back(archive, tmp_path):
     assert (report.imported, report.host_pages) == (20, 20)
     again = import_archive(path, tmp_path / "new", to_host=True)
     assert (again.already_stored, again.host_pages, again.host_nbytes) == (20, 20, 20 * 2048)
+
+
+def tokens_of(shop, tmp_path, pages):
+    """Archive of one prompt with its token ids; return it and the ids."""
+    ids = np.arange(pages * 8, dtype=np.uint32)
+    root, _ = shop.fill(keys=page_keys(ids, 8))
+    export_archive(root, tmp_path / "archive", selection=Selection(prompts=(ids,)))
+    return tmp_path / "archive", ids
+
+
+@pytest.mark.parametrize("page_tokens", [2, 4, 16])
+def test_pages_of_another_size_are_whole_prefixes_too(shop, tmp_path, pool, page_tokens):
+    archive, ids = tokens_of(shop, tmp_path, 16)
+    keys = page_keys(ids, page_tokens)
+    geometry = replace(shop.geometry, page_tokens=page_tokens, rows=page_tokens)
+    found = load_archive(archive, pool(len(keys) // 2, geometry=geometry))
+    assert found.keys == keys[: len(keys) // 2]
+    assert found.parents == [None, *keys[: len(keys) // 2 - 1]]
+
+
+def test_an_import_without_room_brings_whole_prefixes_of_another_page_size(shop, tmp_path):
+    archive, ids = tokens_of(shop, tmp_path, 64)
+    keys = page_keys(ids, 4)
+    conversion = Conversion.parse(page_tokens=4)
+    report = import_archive(archive, tmp_path / "new", conversion=conversion, capacity_bytes=40 * 4096 + 8192)
+    assert 0 < report.imported < len(keys)
+    geometry = replace(shop.geometry, page_tokens=4, rows=4)
+    assert [*shop.read(tmp_path / "new", keys, geometry)] == keys[: report.imported]

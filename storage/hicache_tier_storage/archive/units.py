@@ -126,8 +126,11 @@ class RowFinder:
 
 
 def heads_of_units(units: Units) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """First 8 bytes of the key of each unit's first page, and of the key before it."""
+    """First 8 bytes of the key of each unit's first page, and of that of the unit before it."""
     each = units.pages_each
-    heads = np.array([key_head(key) for key in units.keys[::each]], np.uint64)
-    parents = np.array([0 if key is None else key_head(key) for key in units.parents[::each]], np.uint64)
-    return heads, parents
+    heads = [key_head(key) for key in units.keys[::each]]
+    parents = [0 if key is None else key_head(key) for key in units.parents[::each]]
+    if each > 1:  # the page before a unit is the last of another
+        first = dict(zip(map(key_head, units.keys[each - 1 :: each]), heads, strict=True))
+        parents = [first.get(parent, parent) for parent in parents]
+    return np.array(heads, np.uint64), np.array(parents, np.uint64)
