@@ -11,13 +11,16 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hicache_tier.keys import page_keys
 from hicache_tier.testing.array_pool import keys_of
 from hicache_tier_storage.archive import (
     ArchiveError,
     ArchiveExistsError,
     NotAnArchiveError,
+    Selection,
     export_archive,
     exporting,
     filling,
@@ -50,6 +53,24 @@ def test_a_stopped_export_goes_on(shop, tmp_path, small_shards, monkeypatch):
     assert shop.keys_in(tmp_path / "archive") == {*keys}
     assert not (tmp_path / "archive.partial").exists()
     assert not list((tmp_path / "archive").rglob(".hct*"))
+
+
+def test_prompts_of_another_tenant_are_another_export(shop, tmp_path, monkeypatch):
+    ids = np.arange(64, dtype=np.uint32)
+    root, _ = shop.fill(keys=page_keys(ids, 8, salt="a"), tenant="a")
+
+    def export(tenant):
+        selection = Selection(prompts=(ids,), tenants=(tenant,))
+        return export_archive(root, tmp_path / "archive", selection=selection)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(exporting.PartWriter, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export("a")
+    shop.fill(keys=page_keys(ids, 8, salt="b"), tenant="a")
+    with pytest.raises(ArchiveExistsError, match="prompts"):
+        export("b")
+    assert export("a").pages == 8
 
 
 def test_resuming_distrusts_what_was_damaged_meanwhile(shop, tmp_path, small_shards, monkeypatch):

@@ -72,8 +72,9 @@ class Selection:
         prompts = None
         if self.prompts is not None:
             digest = hashlib.sha256()
-            for prompt in self.prompts:
-                digest.update(len(prompt).to_bytes(8, "little") + prompt.tobytes())
+            salts = (salt.encode() for salt in sorted(self.tenants))
+            for part in (*(prompt.tobytes() for prompt in self.prompts), *salts):
+                digest.update(len(part).to_bytes(8, "little") + part)
             prompts = digest.hexdigest()
         return {
             "namespaces": sorted(self.namespaces),
