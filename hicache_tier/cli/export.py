@@ -12,7 +12,7 @@ from hicache_tier.errors import InvalidArgumentError
 from .app import FINDING
 from .key import key_option
 from .numbers import Size
-from .output import byte_progress, count, json_option, print_json, show, size, table
+from .output import byte_progress, count, json_option, print_json, show, show_records, size
 
 _MAX_KEY_LINE = 4096
 _WHY = {
@@ -142,8 +142,8 @@ def _show(root: str, report: dict[str, Any]) -> None:
         )
         show(f"no page of {root} is to be exported, and no archive is made" + (f": {why}" if why else ""))
         return
-    rows = ((p["namespace"], p["rank"], p["pool"], p["pages"], size(p["bytes"])) for p in report["parts"])
-    show(table(None, ("namespace", "rank", "pool", ">pages", ">payload"), rows))
+    rows = [(p["namespace"], p["rank"], p["pool"], p["pages"], size(p["bytes"])) for p in report["parts"]]
+    show_records(("namespace", "rank", "pool", ">pages", ">payload"), rows)
     for reason, pages in sorted(report["left_out"].items()):
         show(f"left out: {count(pages, 'page')} {_WHY.get(reason, reason)}")
     for problem in report["problems"]:

@@ -10,7 +10,7 @@ from hicache_tier.layout import Layout
 
 from .app import FINDING
 from .key import key_option
-from .output import byte_progress, count, json_option, print_json, show, size, table
+from .output import byte_progress, count, json_option, print_json, show, show_records, size, table
 
 _MOST_SHOWN = 20
 
@@ -100,10 +100,11 @@ def command(  # noqa: PLR0917 - click passes options by name
 
 def _show(report: dict[str, Any]) -> None:
     columns = ("namespace", "rank", "pool", ">imported", ">there already")
-    rows = (
+    rows = [
         (p["namespace"], p["rank"], p["pool"], p["imported"], p["already_stored"]) for p in report["parts"]
-    )
-    show(table(None, columns, rows))
+    ]
+    if rows:
+        show_records(columns, rows)
     if report["details"]:
         shown = report["details"][:_MOST_SHOWN]
         show(table("Refused", ("part", "page", "why"), ((d["part"], d["key"], d["reason"]) for d in shown)))

@@ -63,3 +63,13 @@ def test_json_has_no_numbers_that_json_has_not(capsys):
         "a": [None, {"b": None}],
         "c": 1.5,
     }
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_names_are_whole_on_terminals_of_any_width(invoke, store, tmp_path, width):
+    env = {"COLUMNS": str(width)}
+    (space,) = (path.name for path in store.iterdir() if path.is_dir())
+    assert space in invoke("export", store, tmp_path / "archive", env=env).stdout
+    assert space in invoke("import", tmp_path / "archive", tmp_path / "new", env=env).stdout
+    said = invoke("import", tmp_path / "archive", tmp_path / "none", "--tp", "7", env=env).stdout
+    assert "there already; " in " ".join(said.split()) and "namespace" not in said
