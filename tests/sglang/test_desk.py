@@ -61,6 +61,8 @@ class Moody(PosixEngine):
         self.free = threading.Event()
         self.free.set()
         self.fails = False
+        self.swallows = False
+        self.end = threading.Event()
         self.calls = []
 
     def read(self, batch):
@@ -71,6 +73,8 @@ class Moody(PosixEngine):
 
     def _do(self, op, move, batch):
         self.calls.append(op)
+        if self.swallows:
+            self.end.wait(60)
         time.sleep(self.delay_s[op] / 2)
         self.free.wait(30)
         if self.fails:
@@ -116,6 +120,7 @@ def engine():
     engine = Moody()
     yield engine
     engine.free.set()
+    engine.end.set()
     engine.close()
 
 
@@ -208,6 +213,39 @@ def test_slow_storage_opens_a_breaker_that_closes_by_itself(rig, engine):
     assert rig.get(NAMES, range(16)) == ["loaded"] * 16
     assert until(lambda: rig.put(keys_of("more", 3), range(3)) == ["stored"] * 3)
     assert not rig.desk.health.writes_open
+
+
+def test_a_breaker_closes_although_the_calls_that_opened_it_never_return(tmp_path, engine):
+    rig = Rig(tmp_path / "root", engine, probe_interval_s=0.02)
+    rig.fill()
+    assert rig.put(NAMES, range(16)) == ["stored"] * 16
+    rig.desk.deadline_s = 0.1
+    engine.swallows = True
+    assert rig.get(NAMES[:2], range(2)) == ["late"] * 2
+    assert until(lambda: engine.calls.count("read") > 6, 30.0)  # the read, and tries of storage
+    rig.desk.deadline_s = 4
+    engine.swallows = False
+    assert until(lambda: rig.look(NAMES) == 16, 30.0)
+    assert rig.get(NAMES[:2], range(2)) == ["loaded"] * 2
+    engine.end.set()
+    rig.desk.close()
+
+
+def test_gauges_that_hang_take_one_thread(rig, monkeypatch):
+    entered, leave = [], threading.Event()
+
+    def stats():
+        entered.append(1)
+        leave.wait(30)
+        return {}
+
+    monkeypatch.setattr(rig.tally, "_instruments", SimpleNamespace(set=lambda *_: None, add=lambda *_: None))
+    monkeypatch.setattr(rig.pool.store, "stats", stats)
+    calls = [rig.desk._side.start(rig.desk.sample) for _ in range(4)]
+    assert until(lambda: len(entered) == 1 and rig.desk._side.in_flight == 1)
+    leave.set()
+    assert all(call.wait(time.monotonic() + 10) for call in calls)
+    assert len(entered) == 1
 
 
 def test_writes_that_are_late_do_not_close_off_reads_that_are_not(rig, engine):

@@ -96,6 +96,16 @@ def test_calls_are_counted_by_reason(tmp_path):
     assert value("hicache_tier_capacity_bytes") == 16 << 20
     drained = tally.drain()
     assert [pages for pages, _ in drained["set"] + drained["get"]] == [6, 6]
+    health = Health(1.0)
+    health.late()
+    tally.sample([pool], health, {"get": 1, "set": 0})
+    assert value("hicache_tier_breaker_open", op="get") == 1
+    tally.end()  # what is gone has no breaker that is open, and no pages
+    assert (
+        value("hicache_tier_breaker_open", op="get") == value("hicache_tier_calls_in_flight", op="get") == 0
+    )
+    assert value("hicache_tier_stored_pages", pool="kv") == 0
+    assert value("hicache_tier_pages_total", pool="kv", op="set", reason="stored") == 6
     assert not any(tally.drain().values())
     pool.store.close()
 

@@ -29,6 +29,7 @@ _LOG = logging.getLogger(__name__)
 _FOLLOW_EVERY_S = 0.02  # how often other writers are looked at, while there are lookups
 _FOLLOW_S = 0.05  # what a lookup waits for that, at most, where it does not say
 _SAMPLE_EVERY_S = 5.0
+_MOST_PROBES = 32  # that never return: at half a minute each, after the first
 _OPEN_S = 60.0  # a store of millions of pages takes seconds
 _CLOSE_S = 5.0
 _CLEAR_S = 8.0
@@ -78,10 +79,11 @@ class Desk:
         self.deadline_s = options.deadline_s
         self._options, self._tally, self._follow_s = options, tally, follow_s
         self._lanes = {op: Lane(f"sglang-{op}", options.threads_per_direction) for op in ("get", "set")}
-        self._side = Lane("sglang-side", 4)  # following, probing, sampling
+        self._side = Lane("sglang-side", 4)  # opening, following, sampling, clearing
+        self._probes = Lane("sglang-probe", _MOST_PROBES)
         self._closing = threading.Event()
         self._followed_s = 0.0
-        self._following = threading.Lock()
+        self._following, self._sampling = threading.Lock(), threading.Lock()
         self._suspects: list[Pages] = []
         self._watch = threading.Thread(target=self._watch_loop, name="hct-sglang-watch", daemon=True)
         self._watch.start()
@@ -236,7 +238,7 @@ class Desk:
         if not self.health.probe_due():
             return
         started_s = time.monotonic()
-        call = self._side.start(self._try_reads)
+        call = self._probes.start(self._try_reads)
         ok = call is not None and call.wait(started_s + self.deadline_s) and call.result is True
         self.health.probed(started_s, ok=ok)
         if ok:
@@ -248,10 +250,13 @@ class Desk:
         return all(pool.probe(suspects.get(name, [])) for name, pool in list(self.pools.items()))
 
     def sample(self) -> None:
-        """Set the gauges."""
+        """Set the gauges, unless that is under way already: it may hang."""
+        if not self._sampling.acquire(blocking=False):
+            return
         with suppress(Exception):  # a store that was closed meanwhile
             in_flight = {op: lane.in_flight for op, lane in self._lanes.items()}
             self._tally.sample(list(self.pools.values()), self.health, in_flight)
+        self._sampling.release()
 
     # -- ending ----------------------------------------------------------------------------------------------
 
@@ -281,7 +286,9 @@ class Desk:
         if closer.is_alive():
             _LOG.error("storage hangs: it is left to close in the background")
         self._side.close()
+        self._probes.close()
         self.pools, self._suspects = {}, []  # and with them SGLang's memory
+        self._tally.end()
 
     def _close_stores(self) -> None:
         for name, pool in list(self.pools.items()):

@@ -36,6 +36,7 @@ class Tally:
             "set": deque(maxlen=_KEPT),
         }
         self._evicted: Counter[str] = Counter()
+        self._gauges: set[tuple[str, tuple[str, ...]]] = set()
         self.reasons: Counter[tuple[str, str]] = Counter()
 
     def call(self, op: str, parts: Sequence[Pages], seconds: float, *, late: bool) -> None:
@@ -102,10 +103,16 @@ class Tally:
             self._evicted[name] += new
             self._add("hicache_tier_evicted_pages", (name,), new)
 
+    def end(self) -> None:
+        """Set the gauges to 0: the registry may outlive what they told of."""
+        for name, labels in list(self._gauges):
+            self._gauge(name, labels, 0)
+
     def _add(self, name: str, labels: tuple[str, ...], amount: float) -> None:
         if self._instruments is not None and amount > 0:
             self._instruments.add(name, (self._rank, *labels), amount)
 
     def _gauge(self, name: str, labels: tuple[str, ...], value: float) -> None:
         if self._instruments is not None:
+            self._gauges.add((name, labels))
             self._instruments.set(name, (self._rank, *labels), value)
