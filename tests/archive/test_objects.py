@@ -122,3 +122,24 @@ def test_secrets_of_a_url_are_not_shown():
     assert Place.parse("abfss://container@account.dfs.core.windows.net/a").text.startswith(
         "abfss://container@"
     )
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_of_two_exports_to_one_prefix_the_last_goes_on(shop, tmp_path, small_shards, monkeypatch, codec):
+    """Else the shards of one would lie under the index of the other."""
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    root, keys = shop.fill()
+    url = (tmp_path / "bucket").as_uri()
+    fill, second = exporting.fill, []
+
+    def filled(*args):
+        if not second:
+            second.append(True)
+            second.append(export_archive(root, url, codec=codec, overwrite=True, threads=1))
+        return fill(*args)
+
+    monkeypatch.setattr(exporting, "fill", filled)
+    with pytest.raises(ArchiveExistsError, match="another process"):
+        export_archive(root, url, threads=1)
+    assert second[1].pages == 20
+    assert shop.keys_in(url) == {*keys}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from contextlib import contextmanager, suppress
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
 
     from .places import Place
 
+_OWNER = f"{STATE}/owner"
+
 
 class ObjectDestination:
     """A prefix of an object store. An archive there is finished once its manifest is there.
+
+    There are no locks: of two exports to one prefix the one that began last goes on, and the other ends.
 
     Parameters
     ----------
@@ -43,6 +48,8 @@ class ObjectDestination:
             clear(self)
         elif others and self.get(JOB) is None:
             raise ArchiveExistsError(f"{place.text} holds {len(others)} objects that are no archive.")
+        self._name = secrets.token_bytes(16)
+        self.put(_OWNER, self._name)
         self.scratch = Path(tempfile.mkdtemp(prefix="hct-export-"))
 
     def get(self, name: str) -> bytes | None:
@@ -60,18 +67,20 @@ class ObjectDestination:
 
     def publish(self, path: Path, name: str) -> None:
         """Upload a draft."""
+        self._check_owner()
         with self._told(name):
             self._store.put(name, path)
         path.unlink()
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Sizes of the objects below a prefix."""
+        """Sizes of the objects below a prefix, without the one that says whose export it is."""
         start = f"{prefix}/" if prefix else ""
         with self._told(prefix):
             return {
                 meta["path"].removeprefix(start): meta["size"]
                 for batch in self._store.list(prefix or None)
                 for meta in batch
+                if meta["path"] != _OWNER
             }
 
     def remove(self, names: Iterable[str]) -> None:
@@ -82,13 +91,18 @@ class ObjectDestination:
 
     def finish(self, manifest: bytes) -> None:
         """Write the manifest; what only a resumed export needs goes."""
+        self._check_owner()
         self.put(MANIFEST, manifest)
-        self.remove([f"{STATE}/{name}" for name in self.sizes(STATE)])
+        self.remove([*(f"{STATE}/{name}" for name in self.sizes(STATE)), _OWNER])
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def abandon(self) -> None:
         """Remove the local drafts."""
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _check_owner(self) -> None:
+        if self.get(_OWNER) != self._name:
+            raise ArchiveExistsError(f"another process has begun to export to {self._place.text}.")
 
     @contextmanager
     def _told(self, name: str) -> Iterator[None]:
