@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache_tier.errors import StoreError
+from hicache_tier.errors import ClosedError, StoreError
 from hicache_tier.integrations.sglang.desk import Desk
 from hicache_tier.integrations.sglang.health import Health
 from hicache_tier.integrations.sglang.options import Options
@@ -345,6 +345,20 @@ def test_close_ends_in_time_however_storage_hangs(rig, engine):
     assert time.monotonic() - started_s < 9.0
     assert rig.get(NAMES, range(16))[0] in {"closed", "breaker_open"}
     assert rig.look(NAMES) == 0
+
+
+def test_stores_are_closed_where_no_thread_can_be_started(rig, monkeypatch):
+    """As at the end of an interpreter, where SGLang detaches."""
+    assert rig.put(NAMES, range(16)) == ["stored"] * 16
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    rig.desk.close()
+    monkeypatch.undo()
+    with pytest.raises(ClosedError):
+        rig.pool.store.match_prefix(NAMES)
 
 
 def test_gets_and_puts_go_side_by_side(tmp_path, engine):

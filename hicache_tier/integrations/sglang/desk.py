@@ -281,8 +281,12 @@ class Desk:
             lane.drain(until_s)
             lane.close()
         closer = threading.Thread(target=self._close_stores, name="hct-sglang-close", daemon=True)
-        closer.start()
-        closer.join(max(0.5, until_s - time.monotonic()))
+        try:
+            closer.start()
+        except RuntimeError:  # none can be started, as at the end of the interpreter
+            self._close_stores()
+        else:
+            closer.join(max(0.5, until_s - time.monotonic()))
         if closer.is_alive():
             _LOG.error("storage hangs: it is left to close in the background")
         self._side.close()
