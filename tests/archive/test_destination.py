@@ -181,3 +181,12 @@ def test_a_destination_is_where_dots_lead(shop, tmp_path):
         export_archive(tmp_path / "link", tmp_path / "link" / "archive")
     with pytest.raises(InvalidArgumentError, match="name of its own"):
         export_archive(root, f"{tmp_path}/..")
+
+
+def test_what_a_kill_in_the_last_moment_leaves_is_ignored(shop, tmp_path):
+    root, keys = shop.fill()
+    export_archive(root, tmp_path / "archive")
+    (tmp_path / "archive" / ".hct-export" / "replaced").mkdir(parents=True)
+    assert shop.keys_in(tmp_path / "archive") == {*keys}
+    export_archive(root, tmp_path / "archive", overwrite=True)
+    assert not [*tmp_path.rglob(".hct*")]
