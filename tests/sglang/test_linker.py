@@ -117,7 +117,7 @@ def test_either_hook_reads_what_the_other_wrote(tmp_path, context, linked, kind,
     assert caches.right(first)
     caches.compute(second)
     hosted.forget()
-    assert hosted.pump(lambda: hosted.prefetch(second) == len(second))  # news of another writer takes a moment
+    assert hosted.pump(lambda: hosted.prefetch(second) == len(second))  # another writer is news
     assert hosted.load_back(second) == len(second)
     assert hosted.right(second)
     assert hosted.detach()[0]
