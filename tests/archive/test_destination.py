@@ -189,4 +189,4 @@ def test_what_a_kill_in_the_last_moment_leaves_is_ignored(shop, tmp_path):
     (tmp_path / "archive" / ".hct-export" / "replaced").mkdir(parents=True)
     assert shop.keys_in(tmp_path / "archive") == {*keys}
     export_archive(root, tmp_path / "archive", overwrite=True)
-    assert not [*tmp_path.rglob(".hct*")]
+    assert not [*(tmp_path / "archive").rglob(".hct*")]
