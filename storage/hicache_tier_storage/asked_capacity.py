@@ -15,8 +15,9 @@ from hicache_tier.errors import InvalidArgumentError, StoreFullError
 from .slab import SlabShape
 from .table import table_nbytes
 
-_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgtp]i?b?|b|bytes?)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*\d{1,40}(\.\d{1,40})?\s*([kmgtp]i?b?|b|bytes?)?\s*", re.IGNORECASE)
 _DEFAULT_CAPACITY_NBYTES = 64 << 30
+_END_NBYTES = 8 << 60  # where sizes of files end
 
 
 def parse_capacity(value: object, root: Path) -> int:
@@ -41,8 +42,10 @@ def parse_capacity(value: object, root: Path) -> int:
         nbytes = value.__index__()
     else:
         raise InvalidArgumentError(f"capacity_bytes must be bytes or text such as '100 GiB', got {value!r}.")
+    if nbytes >= _END_NBYTES:
+        raise InvalidArgumentError("capacity_bytes must be below 8 EiB.")
     if nbytes <= 0:
-        raise InvalidArgumentError(f"capacity_bytes must be above 0, got {value!r}.")
+        raise InvalidArgumentError(f"capacity_bytes must be above 0, got {nbytes}.")
     return int(nbytes)
 
 
