@@ -133,8 +133,15 @@ class Putter:
 
     def put(self, offer: Offer, *, pin: bool) -> list[PageStatus]:
         """Store what is not stored yet; one verdict a page."""
-        core, keys = self._core, offer.keys
-        status: list[PageStatus] = [ALREADY_STORED] * len(keys)
+        status = self._put(offer, time.monotonic() + _WAIT_S, pin=pin)
+        _settle_duplicates(offer.keys, status)
+        self._core.count("put", status)
+        return status
+
+    def _put(self, offer: Offer, until_s: float, *, pin: bool) -> list[PageStatus]:
+        """Store what nobody else stores; where that fails them, what they have left."""
+        core = self._core
+        status: list[PageStatus] = [ALREADY_STORED] * len(offer.keys)
         claim = Claim()
         try:
             with core.lock:
@@ -152,9 +159,11 @@ class Putter:
             claim.over = True  # whatever interrupts what follows, nobody waits for these pages any more
             self._let_go(claim)
         if claim.elsewhere:
-            self._await(claim.elsewhere, keys, status, pin=pin)
-        _settle_duplicates(keys, status)
-        core.count("put", status)
+            left = self._await(claim, offer.keys, status, until_s, pin=pin)
+            if left and time.monotonic() < until_s:
+                again = self._put(offer.take(left), until_s, pin=pin)
+                for at, verdict in zip(left, again, strict=True):
+                    status[at] = verdict
         return status
 
     def _claim(self, offer: Offer, claim: Claim, *, pin: bool) -> None:
@@ -224,22 +233,28 @@ class Putter:
         for at, reason in zip(rows, reasons, strict=True):
             status[at] = failed(reason) if reason else STORED
 
-    def _await(self, rows: list[int], keys: list[bytes], status: list[PageStatus], *, pin: bool) -> None:
-        """Wait for other calls that store these pages: what they have not stored in time is not stored."""
-        core = self._core
-        until_s = time.monotonic() + _WAIT_S
+    def _await(
+        self, claim: Claim, keys: list[bytes], status: list[PageStatus], until_s: float, *, pin: bool
+    ) -> list[int]:
+        """Wait for other calls that store these pages; return the rows that they have left."""
+        core, rows = self._core, claim.elsewhere
         with core.lock:
-            while any((claim := core.writing.get(keys[at])) and not claim.over for at in rows):
+            while any(self._written_now(keys[at]) for at in rows):
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     break
                 core.written.wait(min(left_s, _WAIT_SLICE_S))
-            for at in rows:
-                if keys[at] not in core.index and keys[at] not in core.foreign.index:
-                    status[at] = failed("lost_race")
+            missing = [at for at in rows if keys[at] not in core.index and keys[at] not in core.foreign.index]
+            for at in missing:
+                status[at] = failed("lost_race")
             if pin:
                 there = [core.index[keys[at]] for at in rows if keys[at] in core.index]
                 self._writer.pin_more(np.array(there, np.int64))
+            return [at for at in missing if keys[at] not in claim.keys and not self._written_now(keys[at])]
+
+    def _written_now(self, key: bytes) -> bool:
+        other = self._core.writing.get(key)
+        return other is not None and not other.over
 
     def _allocate(self, count: int) -> NDArray[np.int64]:
         """Allocate on undamaged slabs; evicted pages leave the index."""
