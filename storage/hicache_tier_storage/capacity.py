@@ -265,7 +265,7 @@ class RootBudget:
     def _demand_time(self) -> int:
         try:
             return (self.root / _DEMAND_NAME).stat().st_mtime_ns
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return 0
 
 

@@ -76,7 +76,7 @@ class StoreCore:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.slabs_dropped = 0
         self.closed = ""
-        self.when_idle: Callable[[], None] | None = None
+        self.when_idle: Callable[[], object] | None = None
         self._users = 0
 
     def _make_locks(self) -> None:

@@ -60,7 +60,7 @@ class Shutdown:
         )
         closer.start(timeout)
         report = closer.result()
-        if not report.clean:
+        if report.abandoned_calls:
             _LOG.error(
                 "%s: storage did not return %d calls within %g s: abandoned",
                 core.root,
@@ -78,17 +78,16 @@ class Shutdown:
             _EXPECTED.discard(self)
             if left:
                 core.when_idle = self._let_go  # the last call to return does it
-            else:
-                self._let_go(clean=True)
-        return CloseReport(left, synced=not left)
+            synced = not left and self._let_go(clean=True)
+        return CloseReport(left, synced=synced)
 
-    def _let_go(self, *, clean: bool = False) -> None:
-        """Give back what the store holds. The lock must be held, and no call be in flight."""
-        core = self._core
+    def _let_go(self, *, clean: bool = False) -> bool:
+        """Give back what the store holds; whether all is on disk. The lock is held, no call in flight."""
+        core, synced = self._core, clean
         try:
             if core.writer is not None and clean:
                 core.writer.publish_access(older_than_s=0)
-                core.writer.sync_and_close()
+                synced = core.writer.sync_and_close()
             elif core.writer is not None:
                 core.writer.abandon()
         finally:
@@ -97,6 +96,7 @@ class Shutdown:
             if self._owns_engine:
                 core.engine.close()
             self._cache.close()
+        return synced
 
 
 def _disown_parents_stores() -> None:

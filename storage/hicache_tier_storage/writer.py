@@ -272,7 +272,10 @@ class WriterPartition(Partition):
         self.pinned[mine.start : mine.stop] = False
         self.suspect[mine.start : mine.stop] = False
         self._free.drop(mine)
-        self.remove_slab_files(number)
+        try:
+            self.remove_slab_files(number)
+        except OSError as error:
+            self.report(f"slab {number} cannot be removed ({error.strerror})")
         self._journal.invalidate()
         return keys
 
@@ -336,10 +339,10 @@ class WriterPartition(Partition):
         )
         replace_file(self.paths.state, self.state.pack(), ARRAY_FILE, self._files_access)
 
-    def sync_and_close(self) -> None:
+    def sync_and_close(self) -> bool:
         """Sync slabs, then tables, then state that the partition is clean; let go of it.
 
-        Where that fails the partition is left unclean, as a killed process would leave it.
+        Where that fails, it is False, and the partition is left unclean, as a killed process would leave it.
         """
         clean = True
         try:
@@ -354,9 +357,11 @@ class WriterPartition(Partition):
                     _LOG.warning("%s: cannot be synced: %s", self.name, error)
             self._write_state(clean=clean)
         except OSError as error:
+            clean = False
             _LOG.warning("%s: cannot be closed cleanly: %s", self.name, error)
         finally:
             self.abandon()
+        return clean
 
     def abandon(self) -> None:
         """Let go of everything without touching the files."""

@@ -379,3 +379,17 @@ def test_foreign_files_are_left_alone(shop, keys):
     assert store.clear() == 20
     store.close()
     assert all(path.read_text() == "mine" for path in strange)
+
+
+def test_a_file_in_the_place_of_the_root_is_misses_and_refusals(shop, keys):
+    store = shop.open()
+    assert shop.put(store, keys[:4]) == ["stored"] * 4
+    shutil.rmtree(store.root)
+    store.root.write_text("not a folder")
+    assert {reason.partition(":")[0] for reason in shop.get(store, keys[:4])} == {"damaged"}
+    assert shop.get(store, keys[:4]) == ["absent"] * 4
+    assert set(shop.put(store, keys[:4])) == {"io_error: Not a directory"}
+    assert store.match_prefix(keys[:4]) == 0
+    report = store.close()
+    assert not report.synced
+    assert not report.abandoned_calls
