@@ -22,7 +22,7 @@ from .daemon_pool import DaemonPool
 from .landing import LeasedBatch
 from .posix_landing import Landing, LandingBuffer
 from .slab import SlabDamagedError, StoreFile
-from .vectors import PREADV, PWRITEV, Iov, Run, RunPlan, vector_io
+from .vectors import PREADV, PWRITEV, Iov, Run, RunPlan, vector_io, write_in_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,13 +58,18 @@ class PosixEngine:
         time the engine goes on with buffered I/O and says so once.
     threads : int, optional
         I/O threads, the caller's included.
+    write_nbytes : int, optional
+        The most that one call writes; without it, runs of pages. For large calls the page cache takes large
+        blocks of memory, which the host of a virtual machine may first have to find; each call is one more
+        wait for the interpreter where other threads use it.
     """
 
     name = "posix"
     lands = True
 
-    def __init__(self, *, direct: bool, threads: int | None = None) -> None:
+    def __init__(self, *, direct: bool, threads: int | None = None, write_nbytes: int | None = None) -> None:
         self._direct = direct
+        self._write_nbytes = write_nbytes
         self._threads = max(1, threads or default_threads())
         self._pool = DaemonPool(max(1, self._threads - 1), "hct-io")
         self._alone_until = 0.0
@@ -77,6 +82,11 @@ class PosixEngine:
     def mode(self) -> str:
         """`direct` or `buffered`."""
         return "direct" if self._direct else "buffered"
+
+    @property
+    def write_nbytes(self) -> int | None:
+        """The most that one call writes, where there is a bound."""
+        return self._write_nbytes
 
     def write(self, batch: PageBatch) -> list[str]:
         """Write every page; "" or a reason for each."""
@@ -203,7 +213,8 @@ class _Move:
 
     def __init__(self, engine: PosixEngine, batch: PageBatch, verdicts: list[str], *, write: bool) -> None:
         self._engine, self._batch, self._verdicts, self._write = engine, batch, verdicts, write
-        self.plan = RunPlan(batch, engine.pad_address)
+        self._pieces = engine.write_nbytes if write else None
+        self.plan = RunPlan(batch, engine.pad_address, self._pieces)
         self._direct = engine.mode == "direct"
         self._bounced = self._direct and not self.plan.aligned()
         self._landing: Landing | None = None
@@ -233,20 +244,27 @@ class _Move:
     def work(self, runs: Iterator[tuple[int, Run]]) -> None:
         """Move runs until there are no more; several threads share the iterator."""
         write, hook = self._write, self._batch.hook
-        call = PWRITEV if write else PREADV
         for fd, run in runs:
             if self._landing is not None:
                 self._landing.read(fd, run)
                 continue
             if write and hook:
                 hook(run.first, run.last)
-            if self._bounced or call(fd, run.pointer, run.vectors, run.offset) != run.nbytes:
+            if self._bounced or self._call(fd, run) != run.nbytes:
                 for page in range(run.first, run.last):
                     self._verdicts[page] = self._one(fd, page)
                     if not write and hook and not self._verdicts[page]:
                         hook(page, page + 1)
             elif not write and hook:
                 hook(run.first, run.last)
+
+    def _call(self, fd: int, run: Run) -> int:
+        """Move a run; return how many bytes were."""
+        if not self._write:
+            return PREADV(fd, run.pointer, run.vectors, run.offset)  # type: ignore[no-any-return]
+        if self._pieces is None:
+            return PWRITEV(fd, run.pointer, run.vectors, run.offset)  # type: ignore[no-any-return]
+        return write_in_pieces(fd, run, self._pieces)
 
     def _one(self, fd: int, page: int) -> str:
         """Move one page with all care; "" or a reason."""

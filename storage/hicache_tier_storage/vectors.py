@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+from bisect import bisect_right
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
     from .engine import PageBatch
 
@@ -50,15 +53,20 @@ class RunPlan:
     batch : PageBatch
     pad_address : int
         4096 bytes of memory that what lies between a page and its stride is written from and read into.
+    most_nbytes : int, optional
+        Of one vector.
     """
 
-    def __init__(self, batch: PageBatch, pad_address: int) -> None:
-        count, segments = batch.addresses.shape
+    def __init__(self, batch: PageBatch, pad_address: int, most_nbytes: int | None = None) -> None:
+        addresses, nbytes = batch.addresses, batch.nbytes
+        if most_nbytes is not None and int(nbytes.max()) > most_nbytes:
+            addresses, nbytes = _cut(addresses, nbytes, most_nbytes)
+        count, segments = addresses.shape
         gap = batch.stride - batch.page_nbytes
         self._per_page = segments + (1 if gap else 0)
         iov = np.empty((count, self._per_page, 2), np.uint64)
-        iov[:, :segments, 0] = batch.addresses
-        iov[:, :segments, 1] = batch.nbytes
+        iov[:, :segments, 0] = addresses
+        iov[:, :segments, 1] = nbytes
         if gap:
             iov[:, segments, 0] = pad_address
             iov[:, segments, 1] = gap
@@ -110,6 +118,32 @@ class RunPlan:
                     (end - at) * batch.stride - gap,
                 )
             start = stop
+
+
+def _cut(
+    addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64], most: int
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Cut segments into pieces of at most so many bytes."""
+    pieces = [
+        (column, at, min(most, whole - at))
+        for column, whole in enumerate(nbytes.tolist())
+        for at in range(0, whole, most)
+    ]
+    columns, starts, lengths = (list(part) for part in zip(*pieces, strict=True))
+    return addresses[:, columns] + np.array(starts, np.uint64), np.array(lengths, np.uint64)
+
+
+def write_in_pieces(fd: int, run: Run, most: int) -> int:
+    """Write a run by calls of at most so many bytes, or one vector; as `pwritev` otherwise."""
+    raw = (ctypes.c_uint64 * (2 * run.vectors)).from_address(run.pointer)
+    ends = np.cumsum(np.ctypeslib.as_array(raw)[1::2]).tolist()
+    first = done = 0
+    while first < run.vectors:
+        last = max(first + 1, bisect_right(ends, done + most))
+        if PWRITEV(fd, run.pointer + 16 * first, last - first, run.offset + done) != ends[last - 1] - done:
+            return done
+        first, done = last, ends[last - 1]
+    return done
 
 
 def vector_io(fd: int, iov: Iov, offset: int, *, write: bool) -> int:

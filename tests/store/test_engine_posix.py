@@ -27,6 +27,11 @@ class TestBufferedFourThreads(ByteEngineSuite):
         return PosixEngine(direct=False, threads=4)
 
 
+class TestBufferedInPieces(ByteEngineSuite):
+    def make_engine(self, directory):
+        return PosixEngine(direct=False, threads=2, write_nbytes=1000)
+
+
 class TestDirectOneThread(ByteEngineSuite):
     def make_engine(self, directory):
         return direct(directory, 1)
@@ -222,3 +227,24 @@ def test_no_page_is_moved_any_more_once_a_call_has_raised(bench):
             engine.write(batch)
     assert not live - {threading.get_ident()}
     engine.close()
+
+
+@pytest.mark.parametrize("segments", [[4096], [600, 8, 600, 2888], [64] * 64])
+def test_calls_that_write_are_no_larger_than_asked_for(tmp_path, monkeypatch, segments):
+    real, asked = vectors.PWRITEV, []
+
+    def recorded(fd, pointer, count, offset):
+        moved = real(fd, pointer, count, offset)
+        asked.append(moved)
+        return moved
+
+    monkeypatch.setattr(vectors, "PWRITEV", recorded)
+    bench = Bench(tmp_path, segments)
+    engine = PosixEngine(direct=False, threads=1, write_nbytes=1000)
+    memory = Memory(segments, 8, between=0)
+    memory.fill()
+    slab = bench.slab()
+    assert not any(engine.write(bench.batch(memory, [(slab, slot) for slot in range(8)])))
+    assert max(asked) <= 1000
+    assert sum(asked) == 8 * sum(segments)
+    bench.close()

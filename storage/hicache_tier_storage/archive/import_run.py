@@ -13,6 +13,7 @@ from hicache_tier_storage.asked_capacity import check_capacity, parse_capacity
 from hicache_tier_storage.bounded import BoundedStore
 from hicache_tier_storage.capacity import partition_paths
 from hicache_tier_storage.opening import open_store
+from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.root_check import check_root
 
 from .batches import BatchReader
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from .import_report import ImportReport
     from .targets import Target
 
-_BATCH_NBYTES = 4 << 20  # with what it is converted to, it stays in the cache of a core
+_BATCH_NBYTES = 16 << 20
+_WRITE_NBYTES = 512 << 10
 _IN_FLIGHT = 2
 
 
@@ -132,9 +134,7 @@ class ImportRun:
             pool=name.pool,
             pools=name.pools,
             capacity_bytes=self._capacity,
-            io_mode="buffered",
-            engine="posix",
-            threads=1,  # of each worker; who writes to a slab has it alone
+            engine=PosixEngine(direct=False, threads=1, write_nbytes=_WRITE_NBYTES),
             read_only=dry,
             encryption=self._key,
         )

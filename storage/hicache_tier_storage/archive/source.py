@@ -56,20 +56,24 @@ class FolderSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._plain: set[Path] = {path}
+        self._plain: set[str] = {""}  # folders that are no links
 
     def _open(self, name: str) -> int:
-        target = self._path / name
-        for folder in reversed(target.relative_to(self._path).parents):
-            inside = self._path / folder
-            if inside not in self._plain:
-                if inside.is_symlink():
-                    raise UnreadableError(f"{folder} is a symbolic link")
-                self._plain.add(inside)
+        folder = name.rpartition("/")[0]
+        if folder not in self._plain:
+            self._check(folder)
         try:
-            return os.open(target, _FLAGS)
+            return os.open(f"{self._path}/{name}", _FLAGS)
         except OSError as error:
             raise UnreadableError(f"{name}: {error.strerror}") from error
+
+    def _check(self, folder: str) -> None:
+        outer = folder.rpartition("/")[0]
+        if outer not in self._plain:
+            self._check(outer)
+        if (self._path / folder).is_symlink():
+            raise UnreadableError(f"{folder} is a symbolic link")
+        self._plain.add(folder)
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
