@@ -29,7 +29,7 @@ def name_of(key: str) -> bytes:
 
 def names_of(keys: Sequence[str]) -> list[bytes]:
     """Return the store's keys for SGLang's, as `name_of` does: in one go where all are hashes."""
-    if all(len(key) == _DIGITS for key in keys):
+    if set(map(len, keys)) <= {_DIGITS}:
         digits = "".join(keys)
         try:
             raw = bytes.fromhex(digits)

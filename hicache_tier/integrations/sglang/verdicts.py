@@ -15,7 +15,7 @@ def kinds_of(statuses: Sequence[PageStatus]) -> Counter[str]:
     """Count verdicts by kind."""
     kinds: Counter[str] = Counter()
     statuses = list(statuses)  # a call that is late may note more of them meanwhile
-    by_identity = {id(status): status for status in statuses}
+    by_identity = dict(zip(map(id, statuses), statuses, strict=True))
     for identity, count in Counter(map(id, statuses)).items():
         kinds[by_identity[identity].kind] += count
     return kinds
