@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _FINDING = 1
+_INTERRUPTED = 130
 
 
 def _listed(values: Sequence[int]) -> str:
@@ -136,7 +137,8 @@ def command(  # noqa: PLR0917 - click passes options by name
 
         print_result(result)
     if result["interrupted"]:
-        raise click.Abort
+        click.echo("hicache-tier: interrupted", err=True)
+        ctx.exit(_INTERRUPTED)
     if not all(row["verified"] for row in (*result["rows"], *result["busy"])):
         ctx.exit(_FINDING)
 
