@@ -228,7 +228,11 @@ def given_so_far(device: torch.device) -> torch.cuda.Event | None:
 
 
 def aside(device: torch.device) -> AbstractContextManager[object]:
-    """Make a stream current for a block that nobody else gives work to; nothing for the CPU."""
+    """Make a stream current for a block that nobody else gives work to; nothing for the CPU.
+
+    What a call there needs done before is waited for by an event: the stream that is current on a thread by
+    default may be the one that the model runs on.
+    """
     return torch.cuda.stream(new_stream(device)) if device.type == "cuda" else nullcontext()
 
 

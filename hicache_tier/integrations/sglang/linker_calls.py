@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
 
-from hicache_tier_kernels.engine import new_stream
 from hicache_tier_storage.leased_device import LeasedDevice
+from hicache_tier_storage.staging import aside
 
 from .pool import Pages, Pool
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from numpy.typing import NDArray
 
     from hicache_tier_storage import PageStatus
@@ -87,11 +83,3 @@ class DeviceStore(Pool):
 def as_view(view: DeviceView) -> PoolView:
     """Return a device pool's view as `Pool` takes it: it looks only at what both kinds of view have."""
     return cast("PoolView", view)
-
-
-def aside(device: torch.device) -> AbstractContextManager[object]:
-    """Have a call of the store follow no other work of the device: its caller has waited for what it needs.
-
-    The stream that is current on a thread by default may be the one that the model runs on.
-    """
-    return torch.cuda.stream(new_stream(device)) if device.type == "cuda" else nullcontext()
