@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Self, TypedDict
 
-from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.errors import InvalidArgumentError, not_known
 from hicache_tier.geometry import positive
 from hicache_tier.named import Named
 
@@ -132,10 +131,7 @@ class Settings:
         """
         unknown = sorted(set(options) - set(TierOptions.__annotations__))
         if unknown:
-            near = difflib.get_close_matches(unknown[0], TierOptions.__annotations__, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            allowed = ", ".join(TierOptions.__annotations__)
-            raise InvalidArgumentError(f"option {unknown[0]!r} is not known.{hint} Allowed: {allowed}.")
+            raise not_known("option", unknown[0], tuple(TierOptions.__annotations__))
 
         def pages(name: str, value: int | None, default: int) -> int:
             return max(1, default) if value is None else positive(name, value)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.geometry import KVGeometry, PoolKind
+from hicache_tier.keywords import named_options
 from hicache_tier.layout import Layout
 
 from .access import Access, Owners
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 VERIFY = ("suspect", "always")
 
 
+@named_options
 def open_store(
     root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     geometry: KVGeometry,
@@ -114,7 +116,7 @@ def open_store(
     Raises
     ------
     InvalidArgumentError
-        For a wrong argument.
+        For a wrong argument, or an option that is not known.
     NotAStoreError, FormatVersionError, StoreFullError, StoreError
         Where `root` cannot be used as asked. Nothing was changed.
     EncryptionError

@@ -21,6 +21,7 @@ from hicache_tier_storage.archive import (
     NotAnArchiveError,
     export_archive,
     import_archive,
+    load_archive,
     open_archive,
 )
 from hicache_tier_storage.archive.prompts import read_prompts
@@ -474,3 +475,13 @@ def test_tenants_must_be_known(shop, tmp_path):
     assert not (tmp_path / "new").exists()
     assert import_archive(tmp_path / "archive", tmp_path / "new", tenants=("salt",)).imported == 20
     assert len(shop.read(tmp_path / "new", keys, tenant="salt")) == 20
+
+
+def test_options_that_are_not_known_are_told_with_the_nearest(tmp_path):
+    for verb, wrong, near in (
+        (export_archive, "overwite", "overwrite"),
+        (import_archive, "capacty_bytes", "capacity_bytes"),
+        (load_archive, "max_page", "max_pages"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"{wrong}' is not known. Did you mean '{near}'"):
+            verb(tmp_path / "a", tmp_path / "b", **{wrong: 1})

@@ -64,6 +64,8 @@ BAD_OPTIONS = [
     ({"pool": "a/b"}, "pool"),
     ({"pool": ".."}, "pool"),
     ({"pool": "x" * 33}, "pool"),
+    ({"capacty_bytes": "1 GiB"}, "'capacty_bytes' is not known. Did you mean 'capacity_bytes'"),
+    ({"colour": "red"}, "option 'colour' is not known. Allowed: model"),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError, StoreError
+from hicache_tier.keywords import named_options
 from hicache_tier_storage.encryption import EncryptionKey
 
 from .candidates import Candidates, key_names, list_pages
@@ -44,6 +45,7 @@ _GOES_ON = "what was written stays, and the same export goes on from there"
 _REST = 3.0  # behind a server that writes: three quarters of the time
 
 
+@named_options
 def export_archive(
     root: str | os.PathLike[str],
     destination: str | Path,

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hicache_tier.keywords import named_options
 from hicache_tier_storage.encryption import EncryptionKey
 
 from .conversion import Conversion
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .reader import Archive
 
 
+@named_options
 def import_archive(
     source: str | Path | Archive,
     root: str | os.PathLike[str],

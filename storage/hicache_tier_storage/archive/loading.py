@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.keywords import named_options
 from hicache_tier_storage.payload import HostPages
 from hicache_tier_storage.record import key_head
 
@@ -71,6 +72,7 @@ class Loaded:
     refused: list[tuple[bytes, str]] = field(default_factory=list)
 
 
+@named_options
 def load_archive(
     source: str | Path | Archive,
     host: HostPool,
