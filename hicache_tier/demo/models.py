@@ -189,6 +189,7 @@ def import_transformers() -> Any:  # noqa: ANN401 - an optional package without 
         import transformers
     except ImportError as error:
         raise EngineUnavailableError(
-            f"the demo needs transformers ({error}): pip install 'hicache-tier[demo]'"
+            f"the demo needs transformers ({error}): pip install 'hicache-tier[demo]', "
+            "or in a clone pip install '.[demo]'."
         ) from error
     return transformers

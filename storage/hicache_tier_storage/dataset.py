@@ -81,7 +81,8 @@ def open_dataset(
         from .lazy_pages import LazyPages, numpy_dtype
     except ImportError as error:
         raise EngineUnavailableError(
-            f"open_dataset needs {error.name}: install the extra, as in pip install 'hicache-tier[xarray]'."
+            f"open_dataset needs {error.name}: pip install 'hicache-tier[xarray]', "
+            "or in a clone pip install '.[xarray]'."
         ) from error
     import zarr
 

@@ -51,8 +51,8 @@ class PageCipher:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ImportError as error:
             raise EncryptionError(
-                "encryption needs cryptography: install the extra, "
-                "as in pip install 'hicache-tier[encryption]'."
+                "encryption needs cryptography: pip install 'hicache-tier[encryption]', "
+                "or in a clone pip install '.[encryption]'."
             ) from error
         place = "/".join(partition.parts[-3:])
         self._key = key.for_partition(place)

@@ -74,7 +74,7 @@ def test_without_transformers_the_demo_says_what_to_install(tmp_path, monkeypatc
     with pytest.raises(HiCacheTierError) as raised:
         run_demo(DemoOptions(prompt="text", model="random:2", device="cpu"))
     assert raised.value.kind == "engine_unavailable"
-    assert "pip install 'hicache-tier[demo]'" in str(raised.value)
+    assert "pip install 'hicache-tier[demo]', or in a clone pip install '.[demo]'" in str(raised.value)
 
 
 def test_byte_tokenizer():

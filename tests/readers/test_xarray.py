@@ -118,4 +118,7 @@ def test_missing_extra_is_named(tmp_path):
         "except EngineUnavailableError as error: print(error)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "hicache-tier[xarray]" in ran.stdout
+    assert (
+        "needs xarray: pip install 'hicache-tier[xarray]', or in a clone pip install '.[xarray]'"
+        in ran.stdout
+    )

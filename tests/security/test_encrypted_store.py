@@ -157,7 +157,7 @@ def test_without_the_package_the_error_names_the_extra(shop, monkeypatch):
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(EncryptionError, match=r"hicache-tier\[encryption\]"):
+    with pytest.raises(EncryptionError, match=r"hicache-tier\[encryption\].*in a clone.*\.\[encryption\]"):
         shop.open(encryption=KEY)
 
 
