@@ -8,7 +8,14 @@ import pytest
 
 from hicache_tier.errors import EncryptionError, StoreError, StoreFullError
 from hicache_tier.testing.array_pool import keys_of
-from hicache_tier_storage.archive import ArchiveError, export_archive, import_archive
+from hicache_tier.testing.store_rig import tree
+from hicache_tier_storage.archive import (
+    ArchiveError,
+    ArchiveExistsError,
+    export_archive,
+    exporting,
+    import_archive,
+)
 
 
 def both(archive, root, error, match, **options):
@@ -68,8 +75,57 @@ def test_a_dry_run_refuses_a_destination_that_cannot_be_made(shop, tmp_path, mon
     root, _ = shop.fill()
     (tmp_path / "file").write_text("")
     for dry_run in (True, False):
-        with pytest.raises(ArchiveError, match="is no folder"):
-            export_archive(root, tmp_path / "file" / "archive", dry_run=dry_run)
+        for place in (tmp_path / "file" / "archive", (tmp_path / "file" / "archive").as_uri()):
+            with pytest.raises(ArchiveError, match="is no folder"):
+                export_archive(root, place, dry_run=dry_run)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ArchiveError, match="is not writable"):
         export_archive(root, tmp_path / "archive", dry_run=True)
+
+
+@pytest.fixture(params=["folder", "zip", "objects"])
+def place(request, tmp_path):
+    if request.param == "objects":
+        pytest.importorskip("obstore", reason="obstore is not installed")
+        return (tmp_path / "bucket" / "a").as_uri()
+    return tmp_path / {"folder": "archive", "zip": "archive.zip"}[request.param]
+
+
+def test_a_dry_run_refuses_an_archive_that_is_there(shop, tmp_path, place):
+    root, _ = shop.fill()
+    assert export_archive(root, place, dry_run=True).pages == 20
+    assert {path.name for path in tmp_path.iterdir()} == {root.name}, "it makes nothing"
+    export_archive(root, place)
+    before = tree(tmp_path)
+    for dry_run in (True, False):
+        with pytest.raises(ArchiveExistsError, match="--overwrite replaces it"):
+            export_archive(root, place, dry_run=dry_run)
+    assert export_archive(root, place, dry_run=True, overwrite=True).pages == 20
+    assert tree(tmp_path) == before
+
+
+def test_a_dry_run_refuses_an_unfinished_export_with_other_options(shop, place, monkeypatch):
+    root, _ = shop.fill()
+    with monkeypatch.context() as patched:
+        patched.setattr(exporting.PartWriter, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export_archive(root, place)
+    for dry_run in (True, False):
+        with pytest.raises(ArchiveExistsError, match=r"other options \(codec"):
+            export_archive(root, place, codec="zstd", dry_run=dry_run)
+    assert export_archive(root, place, dry_run=True).pages == 20
+    assert export_archive(root, place, codec="zstd", dry_run=True, overwrite=True).pages == 20
+
+
+def test_a_dry_run_refuses_what_is_no_archive(shop, tmp_path, place):
+    root, _ = shop.fill()
+    folder = tmp_path / "bucket" / "a" if isinstance(place, str) else place
+    folder.parent.mkdir(exist_ok=True)
+    if folder.suffix:
+        folder.write_text("mine")
+    else:
+        folder.mkdir()
+        (folder / "mine").write_text("mine")
+    for dry_run in (True, False):
+        with pytest.raises(ArchiveExistsError, match="no archive"):
+            export_archive(root, place, dry_run=dry_run, overwrite=True)

@@ -16,7 +16,7 @@ from hicache_tier_storage.metadata import sync_directory
 
 from .documents import ARCHIVE_FORMAT, MANIFEST, STATE, foreign_names
 from .errors import ArchiveError, ArchiveExistsError
-from .places import Kind, Place
+from .places import Kind, Place, check_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,6 +56,38 @@ class Destination(Protocol):
         """Let go of everything but what a later call resumes from."""
 
 
+def check_destination(place: Place, job: dict[str, Any] | None, *, overwrite: bool) -> None:
+    """Refuse what `open_destination` refuses; looks only.
+
+    Parameters
+    ----------
+    place : Place
+    job : dict, optional
+        Without one an unfinished export is not looked at.
+    overwrite : bool
+
+    Raises
+    ------
+    ArchiveExistsError, ArchiveError
+        As `open_destination`.
+    """
+    if place.kind is not Kind.OBJECTS:
+        refuse_existing(place, overwrite=overwrite)
+        check_parent(place.path)
+        old = _read(_work_folder(place), JOB)
+    elif place.path.name and not place.path.exists():  # of a file URL
+        check_parent(place.path)
+        return
+    else:
+        from .object_destination import ObjectPrefix
+
+        prefix = ObjectPrefix(place)
+        prefix.refuse_existing(overwrite=overwrite)
+        old = prefix.get(JOB)
+    if job is not None:
+        _goes_on(old, place, job, overwrite=overwrite)
+
+
 def open_destination(place: Place, job: dict[str, Any], *, overwrite: bool, sync: bool) -> Destination:
     """Begin an archive, or go on with one that the same job has begun.
 
@@ -83,18 +115,28 @@ def open_destination(place: Place, job: dict[str, Any], *, overwrite: bool, sync
 def _match_job(found: Destination, place: Place, job: dict[str, Any], *, overwrite: bool) -> None:
     """Go on with what the same job left; begin anew over another job's only where that was asked for."""
     old = found.get(JOB)
-    mine = json.dumps(job, sort_keys=True).encode()
-    if old == mine:
+    if _goes_on(old, place, job, overwrite=overwrite):
         return
     if old is not None:
-        if not overwrite:
-            raise ArchiveExistsError(
-                f"{place.text} is an unfinished export with other options ({_differences(old, job)}). "
-                "Use the same options to finish it, or --overwrite to begin anew."
-            )
         found.remove([JOB])
         clear(found)
-    found.put(JOB, mine)
+    found.put(JOB, _as_bytes(job))
+
+
+def _goes_on(old: bytes | None, place: Place, job: dict[str, Any], *, overwrite: bool) -> bool:
+    """Return whether the same job has begun; another one is refused, unless it is to be begun anew."""
+    if old is None or old == _as_bytes(job):
+        return old is not None
+    if not overwrite:
+        raise ArchiveExistsError(
+            f"{place.text} is an unfinished export with other options ({_differences(old, job)}). "
+            "Use the same options to finish it, or --overwrite to begin anew."
+        )
+    return False
+
+
+def _as_bytes(job: dict[str, Any]) -> bytes:
+    return json.dumps(job, sort_keys=True).encode()
 
 
 def _differences(old: bytes, job: dict[str, Any]) -> str:
@@ -126,7 +168,7 @@ class FolderDestination:
         self._sync = sync
         self._overwrite = overwrite
         self._path = place.path
-        self._work = place.path.with_name(place.path.name + ".partial")
+        self._work = _work_folder(place)
         self._replaced = self._work / STATE / "replaced"
         if self._replaced.exists() and not self._path.exists():  # killed in the middle of `finish`
             self._replaced.rename(self._path)
@@ -149,10 +191,7 @@ class FolderDestination:
 
     def get(self, name: str) -> bytes | None:
         """Return a file's bytes, or None where there is none."""
-        try:
-            return read_inside(self._work / name, name.count("/") + 1, _MAX_STATE_NBYTES)
-        except FileNotFoundError:
-            return None
+        return _read(self._work, name)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file."""
@@ -216,6 +255,17 @@ class FolderDestination:
         """Let go of the lock; what was published stays."""
         with suppress(OSError):
             os.close(self._lock)
+
+
+def _work_folder(place: Place) -> Path:
+    return place.path.with_name(place.path.name + ".partial")
+
+
+def _read(folder: Path, name: str) -> bytes | None:
+    try:
+        return read_inside(folder / name, name.count("/") + 1, _MAX_STATE_NBYTES)
+    except FileNotFoundError:
+        return None
 
 
 def refuse_existing(place: Place, *, overwrite: bool) -> bool:

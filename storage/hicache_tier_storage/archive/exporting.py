@@ -17,14 +17,14 @@ from hicache_tier_storage.encryption import EncryptionKey
 
 from .candidates import Candidates, key_names, list_pages
 from .codecs import Codec
-from .destination import open_destination, refuse_existing
+from .destination import check_destination, open_destination
 from .documents import shard_pages
 from .errors import ArchiveError, ArchiveExistsError
 from .export_report import ExportReport
 from .filling import Filled, PageSource, fill
 from .manifest import PartFacts, manifest_document
 from .part_writer import PartWriter
-from .places import Kind, Place, check_parent
+from .places import Place
 from .pool import Workers, default_threads
 from .prompts import keys_of_prompts
 from .published import PublishedShards
@@ -120,10 +120,9 @@ def export_archive(
         raise InvalidArgumentError(f"processes and threads must be above 0, got {processes} and {threads}.")
     found = store_parts(root, EncryptionKey.parse(encryption))
     _refuse_inside(place, root)
-    if place.kind is not Kind.OBJECTS:
-        refuse_existing(place, overwrite=overwrite)
-        check_parent(place.path)
     check_namespaces(chosen.namespaces, (part.name.namespace for part in found.parts))
+    job = {"root": str(Path(root).absolute()), "codec": codec.value, "version": 1, **chosen.as_dict()}
+    check_destination(place, job if dry_run else None, overwrite=overwrite)
     report = ExportReport(place.text, codec.value, problems=found.problems, live=found.live, dry_run=dry_run)
     tokens: dict[bytes, NDArray[np.uint32]] = {}
     listed = _list(found.parts, chosen, tokens)
@@ -135,7 +134,6 @@ def export_archive(
     if dry_run or not any(len(pages) for _, pages in listed):
         report.seconds = time.monotonic() - began_s
         return report
-    job = {"root": str(Path(root).absolute()), "codec": codec.value, "version": 1, **chosen.as_dict()}
     target = open_destination(place, job, overwrite=overwrite, sync=sync)
     try:
         gently = found.live if polite is None else polite
