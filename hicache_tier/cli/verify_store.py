@@ -25,33 +25,23 @@ _REMARKS = {
 def command(ctx: click.Context, root: str, encryption: str | None, as_json: bool) -> None:
     """Read every record and page of the store at ROOT and check them; change nothing.
 
-    Says what is damaged and what that costs. Pages of an encrypted store can only be verified with its key.
+    Says what is damaged and what that costs. Encrypted pages can only be verified with their key.
     Exit code 1 where something is damaged, and where for lack of a key no page could be verified.
     """
     from hicache_tier_storage.inspection import verify_root
 
     with progress("verifying", "pages") as report:
         found = verify_root(root, progress=report, encryption=encryption)
-    locked = 0 if encryption else _locked(root, found)
     if as_json:
         print_json(found)
     else:
-        _show(root, found, locked)
-    if found["damaged"] or (locked and found["unverifiable"] == found["pages"]):
+        why = "with another key than that of --key-file" if encryption else "and --key-file was not given"
+        _show(root, found, why)
+    if found["damaged"] or (found["locked"] and found["unverifiable"] == found["pages"]):
         ctx.exit(FINDING)
 
 
-def _locked(root: str, found: dict[str, Any]) -> int:
-    """Count the pages that were not verified because they are encrypted."""
-    from hicache_tier_storage.survey import survey
-
-    if not found["unverifiable"]:
-        return 0
-    encrypted = {space.name for space in survey(root).namespaces if space.identity.get("encryption")}
-    return sum(part["unverifiable"] for part in found["partitions"] if part["namespace"] in encrypted)
-
-
-def _show(root: str, found: dict[str, Any], locked: int) -> None:
+def _show(root: str, found: dict[str, Any], why_locked: str) -> None:
     from rich.text import Text
 
     details = found.get("details", [])
@@ -68,8 +58,9 @@ def _show(root: str, found: dict[str, Any], locked: int) -> None:
         show(Text.assemble((verified, "bold yellow"), ", none damaged"))
     else:
         show(Text.assemble(checked, ("all good", "bold green")))
+    locked = found["locked"]
     if locked:
-        show(f"{locked} not verified: encrypted, and --key-file was not given")
+        show(f"{locked} not verified: encrypted, {why_locked}")
     if unverified > locked:
         show(f"{unverified - locked} not verified: stored without a checksum")
     for name, (noun, remark) in _REMARKS.items():

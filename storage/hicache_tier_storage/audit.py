@@ -13,7 +13,6 @@ from .capacity import PARTITION_NAME
 from .census import SlabCensus, SlotState, stray_slabs, take_census
 from .chains import Chains
 from .documents import document_problems, read_state
-from .encryption import match_key
 from .inside import ARRAY_FILE, PARTITION_FILE, read_inside
 from .metadata import read_attributes
 from .page_check import CHANGED, UNVERIFIABLE, PageCheck
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from .partition_files import PartitionPaths
 
 _MAX_DETAILS = 1000
-_TALLIES = ("pages", "damaged", "unverifiable", "unfinished", "changed", "prefix_loss")
+_TALLIES = ("pages", "damaged", "unverifiable", "locked", "unfinished", "changed", "prefix_loss")
 
 
 class PartitionAudit:
@@ -40,6 +39,7 @@ class PartitionAudit:
     namespace : str
     paths : PartitionPaths
     key : EncryptionKey, optional
+        Used where the pages are encrypted with it.
     """
 
     def __init__(self, namespace: str, paths: PartitionPaths, key: EncryptionKey | None = None) -> None:
@@ -107,8 +107,8 @@ class PartitionAudit:
         except StoreError as error:
             self._file_damaged(str(error))
             return None
-        if self._key is not None and facts.encrypted:
-            match_key(self._key, facts.key_check, self.paths.namespace, self.paths.root)
+        if self._key is not None and not self._key.fits(facts.key_check, self.paths.namespace):
+            self._key = None
         _, problem = read_state(self.paths, facts)
         problems = [problem] if problem else []
         problems += document_problems(self.paths, facts, axis_order)
@@ -145,6 +145,7 @@ class PartitionAudit:
                     kept[i] = False
                 elif verdict == UNVERIFIABLE:
                     self.tally["unverifiable"] += 1
+                    self.tally["locked"] += facts.encrypted
                 elif verdict:
                     sound[i] = False
                     self._page_damaged(first + at, key, verdict)

@@ -104,6 +104,10 @@ class EncryptionKey:
         """Return 32 hex digits that tell this key from others, the same for all of a namespace."""
         return expand(self.secret, b"hct-key-check-1" + namespace.encode("ascii"), 16).hex()
 
+    def fits(self, check: str, namespace: str) -> bool:
+        """Whether the namespace that states this check is encrypted with this key."""
+        return hmac.compare_digest(self.check_of(namespace), check)
+
     def for_partition(self, place: str) -> bytes:
         """Return the key of a partition, by its path below the root."""
         return expand(self.secret, b"hct-partition-1" + place.encode("ascii"), KEY_NBYTES)
@@ -150,7 +154,7 @@ def match_key(key: EncryptionKey | None, check: str, namespace: str, where: obje
         raise EncryptionError(
             f"{where} is not encrypted, and a key was given: it would not protect its pages."
         )
-    if key is not None and not hmac.compare_digest(key.check_of(namespace), check):
+    if key is not None and not key.fits(check, namespace):
         raise EncryptionError(
             f"{where} is encrypted with another key than the one given; nothing of it is read."
         )

@@ -126,11 +126,25 @@ def test_verify_says_good_only_of_what_it_verified(invoke, tmp_path):
     assert {"pages": 3, "damaged": 0, "unverifiable": 3}.items() <= json.loads(result.stdout).items()
     result = invoke("verify", root, "--key-file", key)
     assert (result.exit_code, "3 pages" in result.stdout, "all good" in result.stdout) == (0, True, True)
+    other = tmp_path / "other key"
+    other.write_text("1e" * 32)
+    other.chmod(0o600)
+    fill(root, model="other", encryption=str(other), count=1)
+    for file, locked in ((key, 1), (other, 3)):
+        result = invoke("verify", root, "--key-file", file)
+        assert (result.exit_code, f"{4 - locked} of 4 pages" in result.stdout) == (0, True)
+        assert f"{locked} not verified: encrypted, with another key than that of --key-file" in result.stdout
+    key.write_text("2d" * 32)
+    assert invoke("verify", root, "--key-file", key).exit_code == 2
     fill(root, model="plain", checksums=False)
     fill(root, model="sound", count=1)
     result = invoke("verify", root)
     assert result.exit_code == 0
-    for text in ("1 of 7 pages", "3 not verified: encrypted", "3 not verified: stored without a checksum"):
+    for text in (
+        "1 of 8 pages",
+        "4 not verified: encrypted, and",
+        "3 not verified: stored without a checksum",
+    ):
         assert text in result.stdout
     result = invoke("verify", fill(tmp_path / "sole", checksums=False))
     assert (result.exit_code, "0 of 3 pages" in result.stdout) == (0, True), "no key would help"
@@ -141,7 +155,7 @@ def test_verify_says_good_only_of_what_it_verified(invoke, tmp_path):
 def test_verify_counts_in_words(invoke, store, monkeypatch, number, noun):
     from hicache_tier_storage import inspection
 
-    found = {"pages": 12, "damaged": 1, "unverifiable": 0, "partitions": [], "prefix_loss": number}
+    found = {"pages": 12, "damaged": 1, "unverifiable": 0, "locked": 0, "prefix_loss": number}
     monkeypatch.setattr(inspection, "verify_root", lambda *_, **__: found)
     assert f"{number} {noun} to which" in invoke("verify", store).stdout
 

@@ -117,6 +117,27 @@ def test_inspect_and_verify_with_and_without_the_key(stored):
         verify_root(stored.root, encryption=OTHER)
 
 
+def test_verify_takes_what_its_key_fits_where_namespaces_have_keys_of_their_own(stored, keys):
+    """FORMAT.md, section 8: the key belongs to the namespace."""
+    other = stored.open(model="another", encryption=OTHER)
+    assert set(stored.put(other, keys[:3])) == {"stored"}
+    other.close()
+    for key, locked in ((KEY, 3), (OTHER, 40), (None, 43)):
+        told = verify_root(stored.root, encryption=key)
+        assert (told["pages"], told["damaged"], told["unverifiable"], told["locked"]) == (
+            43,
+            0,
+            locked,
+            locked,
+        )
+    raw = bytearray(stored.slab.read_bytes())
+    raw[7] ^= 1
+    stored.slab.write_bytes(raw)
+    assert [verify_root(stored.root, encryption=key)["damaged"] for key in (KEY, OTHER)] == [1, 0]
+    with pytest.raises(EncryptionError, match="another key"):
+        verify_root(stored.root, encryption=EncryptionKey(b"3" * 32))
+
+
 def test_export_and_import_by_the_command_line(stored, keys, tmp_path):
     key_file, other_file = tmp_path / "key", tmp_path / "other"
     for path, key in ((key_file, KEY), (other_file, OTHER)):
