@@ -37,6 +37,16 @@ class TestCopyEngine(OnCuda):
     engine = "copy_engine"
 
 
+class TestCopyEngineShared(OnCuda):
+    """Two threads on two streams, however few ranges there are."""
+
+    engine = "copy_engine"
+
+    @pytest.fixture(autouse=True)
+    def _all(self, monkeypatch):
+        monkeypatch.setattr("hicache_tier_kernels.copy_engine.LEAST_SHARED", 1)
+
+
 class TestStaged(OnCuda):
     engine = "staged"
 
