@@ -34,7 +34,13 @@ def shared(monkeypatch):
     log = []
 
     def record(destinations, sources, sizes, stream):
-        log.append((stream.name, "copies", list(zip(*(map(int, x) for x in (destinations, sources, sizes))))))
+        log.append(
+            (
+                stream.name,
+                "copies",
+                list(zip(*(map(int, x) for x in (destinations, sources, sizes)), strict=True)),
+            )
+        )
 
     monkeypatch.setattr(copy_engine, "copy_ranges", record)
 
