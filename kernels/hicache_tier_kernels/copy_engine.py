@@ -94,8 +94,12 @@ class PreparedRanges:
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
         """Enqueue the ranges of some planes."""
         if self._plan.count:
+            ranges = self._ranges.of(planes)
             with torch.cuda.device(stream.device):
-                share_ranges(*self._ranges.of(planes), stream, side_of(stream.device, to_host(self._plan)))
+                if len(ranges[0]) < LEAST_SHARED:
+                    copy_ranges(*ranges, stream)
+                else:
+                    share_ranges(*ranges, stream, side_of(stream.device, to_host(self._plan)))
 
     def fault(self) -> Exception | None:
         """Return None: page numbers were checked on the host."""
@@ -105,13 +109,10 @@ class PreparedRanges:
 def share_ranges(
     destinations: Addresses, sources: Addresses, sizes: Addresses, stream: torch.cuda.Stream, side: Side
 ) -> None:
-    """Enqueue ranges, half of them by another thread on another stream where they are many.
+    """Enqueue ranges, half of them by another thread on another stream.
 
     All lie between what `stream` was given before and what it is given next.
     """
-    if len(sizes) < LEAST_SHARED:
-        copy_ranges(destinations, sources, sizes, stream)
-        return
     half = len(sizes) // 2
     ours, theirs = slice(half), slice(half, None)
     side.stream.wait_stream(stream)
