@@ -47,6 +47,10 @@ class Growth:
         if len(partition.slabs) >= allowed:
             partition.no_room = "capacity"
             return False
+        if partition.is_gone:
+            self._tell("it is gone: nothing is stored here until the store is opened again")
+            partition.no_room = "store_gone"
+            return False
         if time.monotonic() < self._not_before:
             return False
         retry_s = _RETRY_S
@@ -95,11 +99,16 @@ class Growth:
         both = (path for name in names for path in (name, temporary_name(name)))
         folder = next((path for path in both if path.is_dir() and not path.is_symlink()), None)
         if folder is not None:
-            line = f"{self._partition.name}: {folder.name} is a directory: slab {number} cannot be made"
-            if line not in self._partition.damage:
-                self._partition.damage.append(line)
-                _LOG.warning("%s is a directory: slab %d cannot be made", folder, number)
+            self._tell(f"{folder.name} is a directory: slab {number} cannot be made")
         return folder is not None
+
+    def _tell(self, what: str) -> None:
+        """Say once, in the log and in `damage`, why the partition cannot grow."""
+        partition = self._partition
+        line = f"{partition.name}: {what}"
+        if line not in partition.damage:
+            partition.damage.append(line)
+            _LOG.warning("%s: %s", partition.paths.root, what)
 
     def _add_slab(self, number: int) -> None:
         partition, shape = self._partition, self._partition.facts.shape

@@ -15,8 +15,9 @@ class PageStatus(int):
     ----------
     reason : str
         `stored`, `already_stored`, `loaded`; or why not: `absent`, `changed`, `checksum`, `capacity`,
-        `disk_full`, `root_busy`, `io_error: ...`, `damaged: ...`, `access_denied`, ...; `timeout: ...`: the
-        byte engine gave up waiting, and bytes may still arrive in the page's memory.
+        `disk_full`, `root_busy`, `io_error: ...`, `damaged: ...`, `access_denied`, ...; `store_gone`: its
+        folder was removed, and nothing is stored until it is opened again; `timeout: ...`: the byte engine
+        gave up waiting, and bytes may still arrive in the page's memory.
     """
 
     reason: str

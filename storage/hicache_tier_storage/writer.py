@@ -6,6 +6,7 @@ Not thread-safe: it is called under the store's lock, except where a method says
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -158,6 +159,16 @@ class WriterPartition(Partition):
             free += (vacant + number * size).tolist()
         self._free.load(free)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed the partition's folder; what lies there now is another writer's."""
+        try:
+            return not os.path.samestat(self.paths.lock.lstat(), os.fstat(self._lock_fd))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # whatever needs the folder next will say it
+            return False
+
     # -- slots -----------------------------------------------------------------------------------------
 
     def resize(self, slots: int) -> None:
@@ -273,7 +284,10 @@ class WriterPartition(Partition):
         self.suspect[mine.start : mine.stop] = False
         self._free.drop(mine)
         try:
-            self.remove_slab_files(number)
+            if self.is_gone:
+                self.unmap_slab(number)
+            else:
+                self.remove_slab_files(number)
         except OSError as error:
             self.report(f"slab {number} cannot be removed ({error.strerror})")
         self._journal.invalidate()
@@ -344,6 +358,10 @@ class WriterPartition(Partition):
 
         Where that fails, it is False, and the partition is left unclean, as a killed process would leave it.
         """
+        if self.is_gone:
+            _LOG.warning("%s is gone: nothing is synced", self.paths.root)
+            self.abandon()
+            return False
         clean = True
         try:
             for sync in [

@@ -358,6 +358,40 @@ def test_the_whole_partition_vanishes_while_others_read_it(shop, keys):
     assert not any(reason == "loaded" for reason in shop.get(first, keys_of("none", 2)))
 
 
+@pytest.mark.parametrize("what", ["root", "namespace"])
+def test_a_store_that_was_removed_says_so_once_and_that_it_must_be_opened_again(shop, keys, what, caplog):
+    store = shop.open()
+    assert shop.put(store, keys[:20]) == ["stored"] * 20
+    shutil.rmtree(shop.root if what == "root" else shop.root / store.identity.namespace)
+    assert set(shop.put(store, keys[20:24])) == {"store_gone"}
+    assert set(shop.put(store, keys[:4]) + shop.put(store, keys[24:28])) == {"store_gone"}
+    told = store.stats()
+    assert told["put"]["store_gone"] == 12
+    assert sum("opened again" in line for line in told["damage"]) == 1
+    assert sum("opened again" in record.message for record in caplog.records) == 1
+    again = shop.open()
+    assert shop.put(again, keys[:40]) == ["stored"] * 40
+    assert shop.get(again, keys[:40]) == ["loaded"] * 40
+
+
+def test_a_store_made_anew_in_the_place_of_one_in_use_is_not_written_over(shop, keys):
+    first = shop.open()
+    assert shop.put(first, keys[:20]) == ["stored"] * 20
+    shutil.rmtree(shop.root)
+    second = shop.open()
+    assert paths_of(second) == paths_of(first)
+    assert shop.put(second, keys[20:40]) == ["stored"] * 20
+    state = paths_of(second).state.read_bytes()
+    for _ in range(2):
+        shop.put(first, keys[40:60])
+    assert set(shop.put(first, keys[40:60])) == {"store_gone"}
+    assert not first.close().synced
+    assert shop.get(second, keys[20:40]) == ["loaded"] * 20
+    assert shop.put(second, keys[60:64]) == ["stored"] * 4
+    assert not second.stats()["damage"]
+    assert paths_of(second).state.read_bytes() == state
+
+
 def test_foreign_files_are_left_alone(shop, keys):
     store = shop.open()
     shop.put(store, keys[:20])
@@ -388,7 +422,7 @@ def test_a_file_in_the_place_of_the_root_is_misses_and_refusals(shop, keys):
     store.root.write_text("not a folder")
     assert {reason.partition(":")[0] for reason in shop.get(store, keys[:4])} == {"damaged"}
     assert shop.get(store, keys[:4]) == ["absent"] * 4
-    assert set(shop.put(store, keys[:4])) == {"io_error: Not a directory"}
+    assert set(shop.put(store, keys[:4])) == {"store_gone"}
     assert store.match_prefix(keys[:4]) == 0
     report = store.close()
     assert not report.synced
