@@ -255,8 +255,11 @@ class RootBudget:
         self._demand_seen = self._demand_time()
 
     def _fair_share(self, own: PartitionPaths) -> int:
-        live = sum(1 for paths in partition_paths(self.root) if paths == own or not _is_dead(paths))
-        return self.capacity_nbytes // max(1, live)
+        return self.capacity_nbytes // self.live_writers(own)
+
+    def live_writers(self, own: PartitionPaths) -> int:
+        """Count the writers that share the cap, this one included. The lock must be held."""
+        return 1 + sum(paths != own and not _is_dead(paths) for paths in partition_paths(self.root))
 
     def excess_nbytes(self) -> int:
         """Bytes that the root holds above the cap (it was lowered); 0 or less where it is within."""

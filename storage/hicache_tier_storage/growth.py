@@ -57,17 +57,7 @@ class Growth:
         try:
             with budget.lock(self._patience_s):
                 self._patience_s = GROW_PATIENCE_S
-                nbytes = shape.file_nbytes + table_nbytes(shape.slots)
-                waits = budget.must_wait(partition.paths)
-                why = "capacity" if waits else budget.room_for(nbytes, partition.paths)
-                if not why:
-                    number = self._vacant_number()
-                    if number is not None:
-                        self._add_slab(number)
-                        return True
-                    why = "capacity"
-                elif why == "capacity" and budget.ask_for_room(nbytes, partition.paths):
-                    retry_s = _ASK_AGAIN_S
+                why, retry_s = self._take_slab(shape.file_nbytes + table_nbytes(shape.slots))
         except RootBusyError as error:
             why = error.kind
             self._patience_s = _BUSY_PATIENCE_S
@@ -76,9 +66,38 @@ class Growth:
         except OSError as error:
             full_disk = error.errno in {errno.ENOSPC, errno.EDQUOT}
             why = "disk_full" if full_disk else f"io_error: {error.strerror}"
+        if not why:
+            return True
         partition.no_room = why
         self._not_before = time.monotonic() + retry_s
         return False
+
+    def _take_slab(self, nbytes: int) -> tuple[str, float]:
+        """Add a slab, under the root's lock; return "" or why not, and seconds until the next try."""
+        budget, paths = self._budget, self._partition.paths
+        why = "capacity" if budget.must_wait(paths) else budget.room_for(nbytes, paths)
+        if why == "capacity":
+            asked = budget.ask_for_room(nbytes, paths)
+            return why + self._too_many_writers(nbytes), _ASK_AGAIN_S if asked else _RETRY_S
+        number = None if why else self._vacant_number()
+        if number is None:
+            return why or "capacity", _RETRY_S
+        self._add_slab(number)
+        return "", 0.0
+
+    def _too_many_writers(self, nbytes: int) -> str:
+        """Say so where this writer has no slab and the cap holds fewer than there are writers."""
+        if self._partition.slabs:
+            return ""
+        cap_nbytes, writers = self._budget.capacity_nbytes, self._budget.live_writers(self._partition.paths)
+        fits = cap_nbytes // nbytes
+        if writers <= fits:
+            return ""
+        self._tell(
+            f"capacity_bytes={cap_nbytes} is {fits} slabs of {nbytes} bytes, shared by {writers} writers "
+            f"(ranks and pools), of which this one has none; at least {writers * nbytes} give each one a slab"
+        )
+        return f": {fits} slabs for {writers} writers"
 
     def _vacant_number(self) -> int | None:
         """Return a slab number whose names are free and that no I/O of a dropped slab is under way in."""

@@ -171,6 +171,25 @@ def test_a_late_writer_gets_its_fair_share(shop, keys):
     assert on_disk(shop.root)[0] <= CAPACITY_NBYTES
 
 
+def test_more_ranks_than_the_capacity_has_slabs_for_are_told_apart_from_a_full_store(shop, keys, caplog):
+    stores = [shop.open(tp=(rank, 16)) for rank in range(16)]
+    for store in stores[:15]:
+        assert shop.put(store, keys[:4]) == ["stored"] * 4
+    for _ in range(2):
+        assert shop.put(stores[15], keys[:4]) == ["capacity: 15 slabs for 16 writers"] * 4
+    told = stores[15].stats()
+    assert told["put"] == {"capacity": 8}
+    (line,) = told["damage"]
+    assert f"capacity_bytes={CAPACITY_NBYTES} is 15 slabs" in line
+    assert "16 writers (ranks and pools)" in line
+    assert sum("16 writers" in record.message for record in caplog.records) == 1
+    assert not any(store.stats()["damage"] for store in stores[:15])
+    shop.close()
+    least = int(line.split("at least ")[1].split()[0])
+    for store in [shop.open(tp=(rank, 16), capacity_bytes=least) for rank in range(16)]:
+        assert shop.put(store, keys[20:21]) == ["stored"]
+
+
 def test_slabs_of_writers_that_are_gone_are_taken_coldest_first(shop, keys):
     for model in ("cold", "warm"):
         store = shop.open(model=model)
