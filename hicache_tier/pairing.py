@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from hicache_tier_kernels import CopyPlan
 from hicache_tier_kernels.memo import PairMemo
 
@@ -15,8 +13,9 @@ from .errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from hicache_tier_kernels import EngineOptions, Prepared, RowMap
-    from hicache_tier_kernels.plan import PageArray
 
     from .device_pool import DevicePool
     from .host_pool import HostPool
@@ -38,6 +37,8 @@ class Turn:
     ----------
     plan : CopyPlan
         Of all layers that the device pool owns; page numbers on the CPU are copies of its own.
+    raw : tuple[bytes, bytes], optional
+        The bytes of both lists of page numbers; None where some are on the device.
     prepared : dict
         By engine and options.
     paths : dict
@@ -45,12 +46,19 @@ class Turn:
     """
 
     plan: CopyPlan
+    raw: tuple[bytes, bytes] | None = None
     prepared: dict[tuple[str, EngineOptions], Prepared] = field(default_factory=dict)
     paths: dict[tuple[str, str | None, bool], Path] = field(default_factory=dict)
 
-    def is_for(self, numbers: tuple[PageArray | None, PageArray | None], *, checked: bool) -> bool:
+    def is_for(self, ours: torch.Tensor, theirs: torch.Tensor, *, checked: bool) -> bool:
         """Return whether these are the same page numbers, and were checked if they must be."""
-        return (self.plan.check_indices or not checked) and all(map(_same, self.plan.numbers, numbers))
+        plan = self.plan
+        return (
+            (plan.check_indices or not checked)
+            and ours.dtype == plan.source_pages.dtype
+            and theirs.dtype == plan.destination_pages.dtype
+            and self.raw == (_raw(ours), _raw(theirs))
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -84,17 +92,17 @@ class Pair:
         InvalidArgumentError
             As `CopyPlan`.
         """
-        last, pages = self._last, (source_pages, destination_pages)
-        numbers = _array(source_pages), _array(destination_pages)
-        if last is not None and last.is_for(numbers, checked=check):
+        pages = source_pages, destination_pages
+        if source_pages.device.type != "cpu" or destination_pages.device.type != "cpu":
+            # Those cannot be compared without waiting for the device.
+            ours, theirs = (index.clone() if index.device.type == "cpu" else index for index in pages)
+            return Turn(CopyPlan(self.source, self.destination, ours, theirs, check, self.names))
+        last = self._last
+        if last is not None and last.is_for(*pages, checked=check):
             return last
-        own = [
-            index if array is None else torch.from_numpy(array.copy())  # the caller may write over his
-            for index, array in zip(pages, numbers, strict=True)
-        ]
-        turn = Turn(CopyPlan(self.source, self.destination, own[0], own[1], check, self.names))
-        if not turn.plan.indices_on_device:  # those cannot be compared without waiting for the device
-            self._last = turn
+        ours, theirs = source_pages.clone(), destination_pages.clone()  # the caller may write over his
+        plan = CopyPlan(self.source, self.destination, ours, theirs, check, self.names)
+        self._last = turn = Turn(plan, (_raw(ours), _raw(theirs)))
         return turn
 
     def page_nbytes(self, layers: tuple[int, ...]) -> int:
@@ -135,18 +143,9 @@ def pair_of(device: DevicePool, host: HostPool, op: str, layers: tuple[int, ...]
     return found
 
 
-def _array(pages: torch.Tensor) -> PageArray | None:
-    return pages.numpy() if pages.device.type == "cpu" else None
-
-
-def _same(kept: PageArray | None, given: PageArray | None) -> bool:
-    """Return whether page numbers are equal; a comparison by torch would let other threads go first."""
-    return (
-        kept is not None
-        and given is not None
-        and kept.dtype == given.dtype
-        and kept.tobytes() == given.tobytes()
-    )
+def _raw(pages: torch.Tensor) -> bytes:
+    """Return page numbers as bytes; a comparison by torch would let other threads go first."""
+    return pages.numpy().tobytes()
 
 
 def _planes(device: DevicePool, host: HostPool, layers: tuple[int, ...]) -> tuple[list[int], list[int]]:

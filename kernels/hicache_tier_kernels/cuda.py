@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from .plan import CopyPlan, RowMap
     from .shapes import Shape
 
+    Places = tuple[int, int, int]
+    Span = tuple[int, int, int, int]
+
 _INLINE_TYPES = (torch.int32, torch.int32)
 _C_NAMES = {torch.int32: "int", torch.int64: "long long"}
 
@@ -119,25 +122,19 @@ class PreparedKernel:
         numbers: Numbers | None = None,
     ) -> None:
         self._plan = plan
-        self._grid = grid
-        self._turn = threading.Lock()
-        self._groups = _functions(plan, near, grid, stream.device.index)
-        table = plane_tables(plan.source, plan.destination)
+        self._kernels = _kernels_of(plan, near, grid, stream.device.index)
+        self._table = plane_tables(plan.source, plan.destination)
         self.numbers = found = numbers or numbers_for(plan, stream)
         self._check = None
         checked = plan.check_indices and options.check_indices and plan.indices_on_device
         if checked and isinstance(found, PageNumbers):
             self._check = IndexCheck(plan, found, stream, check_function)
         refused = 0 if self._check is None else self._check.verdict
-        self._planes = c_uint(0), c_uint(1), c_uint(1), c_uint(0)
-        self._pages = c_uint(0), c_uint(0)
-        self._values = (c_void_p(table.data_ptr()), c_void_p(refused), *self._planes, *self._pages)
-        self._table = table
-        self._arguments = pointers(self._values, found.address)
+        self._where = self._table.data_ptr(), refused, found.address
 
     def seconds(self, planes: Sequence[int]) -> float:  # noqa: ARG002 - a launch, however many they are
         """Return what a launch takes."""
-        return _LAUNCH_S * len(self._groups)
+        return _LAUNCH_S * len(self._kernels)
 
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
         """Launch one kernel for each group of planes of one shape."""
@@ -147,17 +144,12 @@ class PreparedKernel:
         """Copy `count` of the pages from position `start` on."""
         if not count:
             return
-        launch, handle = driver().launch, stream.cuda_stream
-        blocks, threads = self._grid.blocks, self._grid.threads
-        alone = len(self._groups) == 1
-        with self._turn:  # a launch copies its arguments
-            self._pages[0].value, self._pages[1].value = start, count
-            for members, function in self._groups:
-                mine = planes if alone else [plane for plane in planes if plane in members]
-                for found in spans(tuple(mine)):
-                    for field, number in zip(self._planes, found, strict=True):
-                        field.value = number
-                    launch(function, blocks, threads, handle, self._arguments)
+        pages, handle = (start, count), stream.cuda_stream
+        alone = len(self._kernels) == 1
+        for members, kernel in self._kernels:
+            mine = tuple(planes) if alone else tuple(plane for plane in planes if plane in members)
+            for span in spans(mine):
+                kernel.launch(self._where, span, pages, handle)
 
     def fault(self) -> Exception | None:
         """Return which page number the device refused."""
@@ -165,7 +157,7 @@ class PreparedKernel:
 
 
 @lru_cache(maxsize=4096)
-def spans(planes: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+def spans(planes: tuple[int, ...]) -> list[Span]:
     """Return (first, span, stride, count) that together name ascending `planes`, one where they are regular.
 
     Plane `n` of a span list is `first + n // span * stride + n % span`: the layers of a step, component by
@@ -239,28 +231,74 @@ def copy_macros(
     }
 
 
-_known_functions: PairMemo[dict[object, list[tuple[frozenset[int], int]]]] = PairMemo(lambda *_: {})
+class CopyKernel:
+    """A loaded kernel with the arguments of its last launch, which are changed for the next.
+
+    Parameters
+    ----------
+    function : int
+    grid : Grid
+    """
+
+    def __init__(self, function: int, grid: Grid) -> None:
+        self._function = function
+        self._blocks, self._threads = grid.blocks, grid.threads
+        self._turn = threading.Lock()
+        self._places = c_void_p(), c_void_p()
+        self._counts = tuple(c_uint() for _ in range(6))
+        self._arguments = pointers((*self._places, *self._counts), 0)
+
+    def launch(
+        self,
+        where: tuple[int, int, int],
+        span: tuple[int, int, int, int],
+        pages: tuple[int, int],
+        stream: int,
+    ) -> None:
+        """Launch it; a launch copies its arguments.
+
+        Parameters
+        ----------
+        where : tuple
+            Addresses of the plane table, of the verdict on page numbers or 0, both on the device, and of
+            `struct Numbers` on the host.
+        span : tuple
+            Planes, as of `spans`.
+        pages : tuple[int, int]
+            The first of them by position, and how many.
+        stream : int
+        """
+        with self._turn:
+            self._places[0].value, self._places[1].value, self._arguments[8] = where
+            for field, value in zip(self._counts, span + pages, strict=True):
+                field.value = value
+            driver().launch(self._function, self._blocks, self._threads, stream, self._arguments)
 
 
-def _functions(plan: CopyPlan, near: RowMap, grid: Grid, device: int) -> list[tuple[frozenset[int], int]]:
+_known_kernels: PairMemo[dict[object, list[tuple[frozenset[int], CopyKernel]]]] = PairMemo(lambda *_: {})
+
+
+def _kernels_of(
+    plan: CopyPlan, near: RowMap, grid: Grid, device: int
+) -> list[tuple[frozenset[int], CopyKernel]]:
     """Return the kernels that copy a plan, each with the planes it can copy."""
     near_source = plan.source is near
     inline = INLINE_PAGES if can_be_inline(plan) else 0
     types = _INLINE_TYPES if inline else (plan.source_pages.dtype, plan.destination_pages.dtype)
-    known = _known_functions(plan.source, plan.destination)
+    known = _known_kernels(plan.source, plan.destination)
     key = near_source, grid, types, inline, device
     found = known.get(key)
     if found is None:
         groups = plane_groups(near, plan.destination if near_source else plan.source)
         found = known[key] = [
-            (group.planes, copy_function(device, group.shape, near_source, grid, *types, inline))
+            (group.planes, copy_kernel(device, group.shape, near_source, grid, *types, inline))
             for group in groups
         ]
     return found
 
 
 @cache
-def copy_function(  # noqa: PLR0917 - what a kernel is compiled for
+def copy_kernel(  # noqa: PLR0917 - what a kernel is compiled for
     device: int,
     shape: Shape,
     near_source: bool,
@@ -268,11 +306,11 @@ def copy_function(  # noqa: PLR0917 - what a kernel is compiled for
     source_index: torch.dtype,
     destination_index: torch.dtype,
     inline_pages: int,
-) -> int:
+) -> CopyKernel:
     """Compile and load a copy kernel into the current context; modules stay loaded."""
     macros = copy_macros(shape, grid, source_index, destination_index, inline_pages, near_source=near_source)
     code = compile_cubin("copy_pages.cu", macros, _arch(device))
-    return driver().function(driver().load_module(code), "copy_pages")
+    return CopyKernel(driver().function(driver().load_module(code), "copy_pages"), grid)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from ctypes import addressof, c_int64, c_uint, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 INLINE_PAGES = 256
 """So many page numbers travel as an argument of the kernel (4 KiB at most), which costs no copy before it."""
+_NO_NUMBERS = bytes(2 * INLINE_PAGES * 4)
 _LEAST_NBYTES = 4096
 _SLOTS_NBYTES = 256 << 10
 _ALIGNMENT = 16
@@ -71,15 +73,15 @@ class NumbersInline:
 
     Attributes
     ----------
-    argument : numpy.ndarray
-        What `struct Numbers` of the kernel holds: int32 `[2, INLINE_PAGES]`.
+    argument : array
+        What `struct Numbers` of the kernel holds: int32 `[2 * INLINE_PAGES]`, sources first.
     """
 
     def __init__(self, source: PageArray, destination: PageArray) -> None:
-        self.argument = np.zeros((2, INLINE_PAGES), dtype=np.int32)
-        self.argument[0, : len(source)] = source
-        self.argument[1, : len(destination)] = destination
-        self.address = self.argument.ctypes.data
+        self.argument = array("i", _NO_NUMBERS)
+        self.argument[: len(source)] = array("i", source.tolist())
+        self.argument[INLINE_PAGES : INLINE_PAGES + len(destination)] = array("i", destination.tolist())
+        self.address = self.argument.buffer_info()[0]
 
 
 class PageNumbers:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     PageArray = NDArray[np.int32] | NDArray[np.int64]
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+_FEW = 64
 
 
 def byte_plane(
@@ -200,16 +201,29 @@ class CopyPlan:
             raise InvalidArgumentError(
                 f"{self.names[0]} and {self.names[1]} go one to one, got {counts[0]} and {counts[1]}."
             )
-        numbers = tuple(index.numpy() if index.device.type == "cpu" else None for index in (ours, theirs))
+        numbers = _array(ours), _array(theirs)
         object.__setattr__(self, "count", counts[0])
         object.__setattr__(self, "numbers", numbers)
         object.__setattr__(self, "indices_on_device", any(found is None for found in numbers))
-        if self.check_indices and counts[0]:
+        if self.check_indices and counts[0] and not self._plainly_right(*numbers):
             if numbers[0] is not None:
                 _check_range(self.names[0], numbers[0], self.source.num_pages)
             if numbers[1] is not None:
                 _check_range(self.names[1], numbers[1], self.destination.num_pages)
                 _check_distinct(self.names[1], numbers[1], self.destination.num_pages)
+
+    def _plainly_right(self, ours: PageArray | None, theirs: PageArray | None) -> bool:
+        """Return whether few page numbers are right: sooner seen of Python's lists than of arrays."""
+        if ours is None or theirs is None or len(ours) > _FEW:
+            return False
+        sources, destinations = ours.tolist(), theirs.tolist()
+        return (
+            min(sources) >= 0
+            and max(sources) < self.source.num_pages
+            and min(destinations) >= 0
+            and max(destinations) < self.destination.num_pages
+            and len(set(destinations)) == len(destinations)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -253,6 +267,10 @@ def _check_maps(source: RowMap, destination: RowMap) -> None:
 
 
 _matched = PairMemo(_check_maps)
+
+
+def _array(index: torch.Tensor) -> PageArray | None:
+    return index.numpy() if index.device.type == "cpu" else None
 
 
 def _check_index(name: str, index: torch.Tensor, plan: CopyPlan) -> None:

@@ -33,6 +33,7 @@ from .engine import (
     reachable,
     to_host,
 )
+from .indices import can_be_inline
 from .memo import PairMemo
 from .plan import CopyPlan, RowMap, byte_plane
 from .support import Support
@@ -147,19 +148,21 @@ class PreparedWindows:
         """Enqueue the windows that hold `planes`: all planes at once where windows hold several."""
         wanted = set(planes)
         with torch.cuda.device(stream.device), self._ring.lock:
-            mine = [
-                (window, self._kernel(number, stream))
-                for number, window in enumerate(self._windows)
-                if not wanted.isdisjoint(window.planes)
-            ]
+            mine = [n for n, window in enumerate(self._windows) if not wanted.isdisjoint(window.planes)]
+            if not can_be_inline(self._plan):  # an upload of page numbers must not queue behind the pages
+                for number in mine:
+                    self._kernel(number, stream)
             self._ring.kernels.wait_stream(stream)
-            for window, kernel in mine:
-                self._ring.use_pages_of(window.nbytes, stream)
-                self._submit_window(window, kernel, stream)
+            for number in mine:
+                self._ring.use_pages_of(self._windows[number].nbytes, stream)
+                self._submit_window(number, stream)
             stream.wait_stream(self._ring.kernels)
 
     def _kernel(self, number: int, stream: torch.cuda.Stream) -> PreparedKernel:
-        """Return what moves pages between a window's place in the ring and the device's planes."""
+        """Return what moves pages between a window's place in the ring and the device's planes.
+
+        It is made when it is first launched, which in a load is after the first copy has begun.
+        """
         found = self._kernels.get(number)
         if found is None:
             plan, nbytes = self._plan, self._windows[number].nbytes
@@ -177,8 +180,8 @@ class PreparedWindows:
         """Return None: page numbers were checked on the host."""
         return None
 
-    def _submit_window(self, window: Window, kernel: PreparedKernel, stream: torch.cuda.Stream) -> None:
-        ring, count = self._ring, len(self._host_pages)
+    def _submit_window(self, which: int, stream: torch.cuda.Stream) -> None:
+        ring, window, count = self._ring, self._windows[which], len(self._host_pages)
         step = ring.pages_a_step(window.nbytes, count)
         hosts = (window.base + self._host_pages * window.nbytes).astype(np.uint64)
         within = (np.arange(min(step, count)) * window.nbytes).astype(np.uint64)
@@ -191,7 +194,7 @@ class PreparedWindows:
             ours, theirs, lengths = hosts[start : start + pages], within[:pages] + there, sizes[:pages]
             if self._backup:
                 ring.kernels.wait_event(ring.free[slot])
-                kernel.submit_pages(planes, start, pages, ring.kernels)
+                self._kernel(which, stream).submit_pages(planes, start, pages, ring.kernels)
                 ring.full[slot].record(ring.kernels)
                 stream.wait_event(ring.full[slot])
                 copy_ranges(ours, theirs, lengths, stream)
@@ -201,7 +204,7 @@ class PreparedWindows:
                 copy_ranges(theirs, ours, lengths, stream)
                 ring.full[slot].record(stream)
                 ring.kernels.wait_event(ring.full[slot])
-                kernel.submit_pages(planes, start, pages, ring.kernels)
+                self._kernel(which, stream).submit_pages(planes, start, pages, ring.kernels)
                 ring.free[slot].record(ring.kernels)
 
 
