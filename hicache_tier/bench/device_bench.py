@@ -13,6 +13,7 @@ from hicache_tier.device_pool import DevicePool
 from hicache_tier.host_pool import HostPool
 from hicache_tier.transfer import backup, load
 from hicache_tier_storage import open_store
+from hicache_tier_storage.flights import Settled
 from hicache_tier_storage.kvikio_package import use_threads, why_no_kvikio
 from hicache_tier_storage.staging import waited_s
 
@@ -281,6 +282,10 @@ class _NothingOnDevice:
         return [""] * len(batch)
 
     read = write
+
+    def start(self, batch: Any, *, write: bool) -> Settled:  # noqa: ANN401, ARG002 - a PageBatch
+        """Pretend."""
+        return Settled([""] * len(batch))
 
     def close(self) -> None:
         """Nothing to do."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from concurrent.futures import wait
-from itertools import pairwise
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,36 +14,39 @@ from hicache_tier_kernels import CopyPlan
 from hicache_tier_kernels.ring_copy import ring_copy
 
 from .descriptors import good_runs
-from .engine import DeviceMemory, PageBatch, moved
+from .engine import DeviceMemory, PageBatch, StartingEngine, moved, started
+from .flights import Settled
 from .landing import ABANDONED
 from .payload import Sums, summing
 from .staging import HALVES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-    from concurrent.futures import Future
-
     from numpy.typing import NDArray
 
     from .device_payload import DevicePages
     from .device_sums import Summer
     from .engine import ByteEngine
+    from .flights import Flight
     from .lease import Lease
     from .payload import Places
     from .staging import Ring
 
 LEAST_STEP_NBYTES = 8 << 20
-"""Least bytes of one step where there are enough: more, and the device works beside the engine."""
+"""Least bytes of one step where there are enough: what a step costs beside its I/O is little then."""
 STEP_NBYTES = 128 << 20
-"""Bytes of a step of fragments."""
+"""Bytes of a step of fragments, by an engine that blocks."""
 _GIVEN_UP = "not_tried: an earlier part of the batch timed out"
 
 
 class Move(ABC):
-    """Some pages on their way, in steps; two steps are under way at once, each with a turn of its own.
+    """Some pages on their way, in steps, several of them under way at once.
+
+    An engine that can start a step and return has as many under way as there is room for, so that its queue
+    never runs dry while the device fills or empties a few; one that blocks has two, on two threads.
 
     Parameters
     ----------
+    engine : ByteEngine
     pages : DevicePages
     numbers : int64 [n]
         Of the pool's pages.
@@ -54,10 +56,20 @@ class Move(ABC):
     write : bool
     lease : Lease, optional
         Held while pages are brought from the ring to the pool.
+
+    Attributes
+    ----------
+    starting : StartingEngine or None
+        The engine, where it can have many steps under way.
+    step, window : int
+        Pages of a step, and pages from the first that is under way to the last; a whole number of steps.
     """
 
-    def __init__(
+    step = window = 1
+
+    def __init__(  # noqa: PLR0917 - internal
         self,
+        engine: ByteEngine,
         pages: DevicePages,
         numbers: NDArray[np.int64],
         ring: Ring,
@@ -67,16 +79,21 @@ class Move(ABC):
         write: bool,
         lease: Lease | None = None,
     ) -> None:
+        self.engine = engine
         self.pages, self.numbers, self.ring, self.places, self.sums = pages, numbers, ring, places, sums
         self.write = write
         self.lease = lease
         self._reasons = [""] * len(numbers)
-        self._summers: list[Summer | None] = [None] * HALVES
+        self._flights: deque[tuple[int, Flight]] = deque()  # each with the page behind its last
+        self._summer: Summer | None = None
+        self.starting: StartingEngine | None = None
+        if self.memory is not None and isinstance(engine, StartingEngine):
+            self.starting = engine
+        self.prepare()
 
-    @property
     @abstractmethod
-    def step(self) -> int:
-        """Pages of a step."""
+    def prepare(self) -> None:
+        """Set `step` and `window`."""
 
     @property
     @abstractmethod
@@ -99,56 +116,109 @@ class Move(ABC):
     def empty(self, start: int, stop: int) -> None:
         """Bring pages from where the engine put them; enqueued on a device."""
 
-    def run(self, engine: ByteEngine) -> list[str]:
+    def run(self) -> list[str]:
         """Move all pages; "" or a reason for each."""
-        edges = [*range(0, len(self.numbers), self.step), len(self.numbers)]
-        steps = list(pairwise(edges))
+        count = len(self.numbers)
         if self.sums is not None and self.memory is not None:
             lengths = self.summed(0, 0)[1]
-            shape = len(lengths), int(lengths[0]), self.step
-            self._summers = [self.ring.summer(half, *shape) for half in range(min(len(steps), HALVES))]
-        if len(steps) == 1:
-            self._begin(0, *steps[0])
-            self._finish(engine, 0, *steps[0], self.ring.mark())
-        else:
-            self._overlap(engine, steps)
+            self._summer = self.ring.summer(len(lengths), int(lengths[0]), min(count, self.window))
+        try:
+            if self.write:
+                self._write_all(count)
+            else:
+                self._read_all(count)
+        finally:
+            self._end()
         return self._reasons
 
-    def _overlap(self, engine: ByteEngine, steps: Sequence[tuple[int, int]]) -> None:
-        """Have a step under way for each half: the engine is never idle while a half is filled or emptied."""
-        tasks: deque[Future[None]] = deque()
-        try:
-            for turn, (start, stop) in enumerate(steps):
-                if len(tasks) == HALVES:
-                    tasks[0].result()
-                    tasks.popleft()
-                self._begin(turn, start, stop)
-                mark = self.ring.mark()
-                tasks.append(self.ring.start(self._finish, engine, turn, start, stop, mark))
-        finally:
-            _wait_for(tasks)  # nobody touches the ring or the slots any more
-        for task in tasks:
-            task.result()
+    def _write_all(self, count: int) -> None:
+        """Fill what room there is, start its steps, and go on as the oldest of them end."""
+        filled = written = 0
+        most = self.window if self.starting else self.step
+        while written < count:
+            lap = self.window - filled % self.window  # slots that follow each other
+            room = min(self.window - (filled - written), lap, most, count - filled)
+            if not room:
+                written = self._ended(written)
+                continue
+            stop = filled + room
+            if self.ring.usable:
+                self.fill(filled, stop)
+                self._sum(filled, stop)
+                self.ring.wait(self.ring.mark())
+                self._take_sums(filled, stop)
+            for first in range(filled, stop, self.step):
+                self._start(first, min(first + self.step, stop))
+            filled = stop
 
-    def _begin(self, turn: int, start: int, stop: int) -> None:
-        """Enqueue what comes before the engine's part of a step."""
-        if self.write:
-            self.fill(start, stop)
-            self._sum(turn, start, stop)
+    def _read_all(self, count: int) -> None:
+        """Start steps while there is room; empty those that ended while the others are under way."""
+        begun = landed = 0
+        while landed < count:
+            while begun < count and begun + self.step <= landed + self.window:
+                stop = min(begun + self.step, count)
+                self._start(begun, stop)
+                begun = stop
+            ended = self._ended(landed)
+            self._sum(landed, ended)
+            self._land(landed, ended)
+            self._take_sums(landed, ended)
+            landed = ended
 
-    def _finish(
-        self, engine: ByteEngine, turn: int, start: int, stop: int, begun: torch.cuda.Event | None
-    ) -> None:
-        """Do the engine's part of a step, and what comes after it."""
-        self.ring.wait(begun)
-        if self.write:
-            self._take_sums(turn, start, stop)
-            self._move(engine, start, stop)
-            return
-        self._move(engine, start, stop)
-        self._sum(turn, start, stop)
-        self._land(start, stop)
-        self._take_sums(turn, start, stop)
+    def _start(self, start: int, stop: int) -> None:
+        """Let the engine begin with some pages."""
+        self._flights.append((stop, self._flight(start, stop)))
+
+    def _flight(self, start: int, stop: int) -> Flight:
+        if self.lease is not None and self.lease.ended:
+            return Settled([ABANDONED] * (stop - start))
+        if not self.ring.usable:
+            return Settled([_GIVEN_UP] * (stop - start))
+        batch = self.batch(start, stop)
+        if self.starting is not None:
+            try:
+                return started(self.starting, batch, write=self.write)
+            except BaseException:  # interrupted: nobody knows what is under way
+                self.ring.usable = False
+                raise
+        part = self._part(start, stop) if batch.memory is None else None
+        if part is not None:
+            batch.hook = summing(*self.summed(start, stop), part)
+        if stop - start == len(self.numbers):  # nothing goes on beside it
+            return Settled(moved(self.engine, batch, write=self.write))
+        return self.ring.start(partial(moved, self.engine, batch, write=self.write))
+
+    def _ended(self, start: int) -> int:
+        """Wait for the oldest step, which begins at `start`; return where those that have ended end."""
+        flights = self._flights
+        while True:
+            stop, flight = flights[0]
+            self._reasons[start:stop] = self._answer(flight)
+            flights.popleft()
+            if not flights or not flights[0][1].done():
+                return stop
+            start = stop
+
+    def _answer(self, flight: Flight) -> list[str]:
+        reasons = flight.result()
+        if any(reason.startswith("timeout") for reason in reasons):
+            self.ring.usable = False  # bytes may still be under way in it
+        return reasons
+
+    def _end(self) -> None:
+        """Wait until nobody touches the ring or the slots (each wait has a deadline), however interrupted."""
+        failed: Flight | None = None
+        interrupted: BaseException | None = None
+        while self._flights:
+            flight = self._flights[0][1]
+            try:
+                if flight is not failed or not flight.done():
+                    self._answer(flight)
+                self._flights.popleft()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failed, interrupted = flight, error
+        if interrupted is not None:
+            raise interrupted
 
     def _land(self, start: int, stop: int) -> None:
         """Bring pages that were read to the pool, if its owner still lets us; wait until they are there."""
@@ -164,24 +234,6 @@ class Move(ABC):
             if lease is not None:
                 lease.leave()
 
-    def _move(self, engine: ByteEngine, start: int, stop: int) -> None:
-        """Let the engine move some pages."""
-        if self.lease is not None and self.lease.ended:
-            self._reasons[start:stop] = [ABANDONED] * (stop - start)
-            return
-        if not self.ring.usable:
-            self._reasons[start:stop] = [_GIVEN_UP] * (stop - start)
-            return
-        batch = self.batch(start, stop)
-        part = self._part(start, stop)
-        if part is not None and batch.memory is None:
-            addresses, lengths = self.summed(start, stop)
-            batch.hook = summing(addresses, lengths, part)
-        reasons = moved(engine, batch, write=self.write)
-        self._reasons[start:stop] = reasons
-        if any(reason.startswith("timeout") for reason in reasons):
-            self.ring.usable = False  # bytes may still be under way in it
-
     # -- checksums ---------------------------------------------------------------------------------------
 
     def _part(self, start: int, stop: int) -> Sums | None:
@@ -191,61 +243,38 @@ class Move(ABC):
             return None
         return Sums(sums.seeds[start:stop], sums.wanted[start:stop], sums.values[start:stop])
 
-    def _sum(self, turn: int, start: int, stop: int) -> None:
+    def _sum(self, start: int, stop: int) -> None:
         """Begin with the checksums of pages on a device; those in host memory are the engine's hook's."""
-        part, found = self._part(start, stop), self._summers[turn % HALVES]
-        if part is not None and found is not None:
-            found.submit(self.summed(start, stop)[0], np.array(part.seeds, np.uint64))
+        part, summer = self._part(start, stop), self._summer
+        if part is not None and summer is not None:
+            summer.submit(self.summed(start, stop)[0], np.array(part.seeds, np.uint64))
 
-    def _take_sums(self, turn: int, start: int, stop: int) -> None:
-        part, found = self._part(start, stop), self._summers[turn % HALVES]
-        if part is not None and found is not None:
-            part.values[:] = found.take()
-
-
-def _wait_for(tasks: Collection[Future[None]]) -> None:
-    """Wait until all tasks have ended (each of their waits has a deadline), however often interrupted."""
-    interrupted: BaseException | None = None
-    while True:
-        try:
-            wait(tasks)
-            break
-        except BaseException as error:  # noqa: BLE001 - raised below
-            interrupted = error
-    if interrupted is not None:
-        raise interrupted
+    def _take_sums(self, start: int, stop: int) -> None:
+        part, summer = self._part(start, stop), self._summer
+        if part is not None and summer is not None:
+            part.values[:] = summer.take()
 
 
 class RingMove(Move):
     """Pages gathered in a ring, moved as whole slots."""
 
-    def __init__(
-        self,
-        pages: DevicePages,
-        numbers: NDArray[np.int64],
-        ring: Ring,
-        places: Places,
-        sums: Sums | None,
-        *,
-        write: bool,
-        lease: Lease | None = None,
-    ) -> None:
-        super().__init__(pages, numbers, ring, places, sums, write=write, lease=lease)
-        self._pitch = places.shape.stride
-        self._a_half = ring.slots_a_half(self._pitch)
+    def prepare(self) -> None:
+        """Take steps of a half each, or small ones; all slots of the ring in turn."""
+        pages, numbers, ring = self.pages, self.numbers, self.ring
+        self._pitch = self.places.shape.stride
+        a_half = ring.slots_a_half(self._pitch)
         least = -(-LEAST_STEP_NBYTES // self._pitch)
-        self._step = max(1, min(self._a_half, max(least, -(-len(numbers) // HALVES))))
-        position = np.arange(len(numbers))
-        self._slots = position // self._step % HALVES * self._a_half + position % self._step
+        if self.starting is None:
+            self.step = max(1, min(a_half, max(least, -(-len(numbers) // HALVES))))
+            self.window = HALVES * self.step
+        else:
+            self.step = min(a_half, least)
+            self.window = HALVES * a_half // self.step * self.step
+        self._slots = np.arange(len(numbers)) % self.window
         slots = ring.map(pages.geometry, pages.layout, self._pitch)
         ours, theirs = torch.from_numpy(numbers), torch.from_numpy(self._slots)
-        sides = (pages.rows, slots, ours, theirs) if write else (slots, pages.rows, theirs, ours)
+        sides = (pages.rows, slots, ours, theirs) if self.write else (slots, pages.rows, theirs, ours)
         self._copy = ring_copy(CopyPlan(*sides, check_indices=False), slots, ring.stream)
-
-    @property
-    def step(self) -> int:
-        """Pages of a step: a half's, or fewer where there are few."""
-        return self._step
 
     @property
     def memory(self) -> DeviceMemory | None:
@@ -289,10 +318,12 @@ class RingMove(Move):
 class FragmentMove(Move):
     """Pages as they lie in the pool, fragment by fragment."""
 
-    @property
-    def step(self) -> int:
-        """Pages of a step: enough to keep an engine busy while checksums of the next are computed."""
-        return max(1, STEP_NBYTES // self.places.shape.page_nbytes)
+    def prepare(self) -> None:
+        """Take long steps, or small ones and as many bytes."""
+        nbytes = self.places.shape.page_nbytes
+        a_half, least = max(1, STEP_NBYTES // nbytes), -(-LEAST_STEP_NBYTES // nbytes)
+        self.step = a_half if self.starting is None else min(a_half, least)
+        self.window = HALVES * a_half // self.step * self.step
 
     @property
     def memory(self) -> DeviceMemory | None:

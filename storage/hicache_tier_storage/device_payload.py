@@ -1,9 +1,9 @@
 """Pages of a device pool on their way between the pool and slots, without a host pool.
 
 Pages whose fragments are large and aligned move one by one, straight from where they lie. All others are
-gathered into a ring, in the order of the stored page, and leave it as whole slots; while the engine moves one
-half, the device fills or empties the other, so that there is always I/O under way. The ring is in device
-memory where the engine moves that, and in host memory where it does not.
+gathered into a ring, in the order of the stored page, and leave it as whole slots; while the engine moves
+some, the device fills or empties others, so that there is always I/O under way. The ring is in device memory
+where the engine moves that, and in host memory where it does not.
 """
 
 from __future__ import annotations
@@ -143,8 +143,10 @@ class DevicePayload:
             with on_device(where), lent_ring(kind, self.lease) as ring:
                 if ring.stream is not None and self.begin is not None:
                     ring.stream.wait_event(self.begin)
-                move = make(self.pages, self.numbers, ring, places, sums, write=write, lease=self.lease)
-                return move.run(engine)
+                ring.bind()
+                return make(
+                    engine, self.pages, self.numbers, ring, places, sums, write=write, lease=self.lease
+                ).run()
         except StagingError as error:
             _LOG.warning("device pages were not moved: %s", error)
             return [str(error)] * len(self.numbers)

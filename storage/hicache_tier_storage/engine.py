@@ -14,12 +14,15 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from .flights import Settled
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from .flights import Flight
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
@@ -114,14 +117,52 @@ class DeviceEngine(ByteEngine, Protocol):
         """How it moves such memory, or "" where it does not."""
 
 
+@runtime_checkable
+class StartingEngine(DeviceEngine, Protocol):
+    """A device engine that can have many batches under way for one thread."""
+
+    def start(self, batch: PageBatch, *, write: bool) -> Flight:
+        """Begin to write or read every page of a batch in device memory, and return at once."""
+
+
 def moved(engine: ByteEngine, batch: PageBatch, *, write: bool) -> list[str]:
     """Let an engine move a batch; whatever it raises, or answers too briefly, becomes every page's reason."""
+    return _answer(engine, lambda: engine.write(batch) if write else engine.read(batch), len(batch))
+
+
+def started(engine: StartingEngine, batch: PageBatch, *, write: bool) -> Flight:
+    """Let an engine begin with a batch; the verdicts are as those of `moved`."""
     try:
-        reasons = list(engine.write(batch) if write else engine.read(batch))
+        return _Started(engine, engine.start(batch, write=write), len(batch))
     except Exception as error:  # noqa: BLE001 - the engine may be anybody's
-        _LOG.exception("engine %s failed", engine.name)
-        return [f"engine_error: {type(error).__name__}: {error}"] * len(batch)
-    if len(reasons) != len(batch):
-        _LOG.error("engine %s gave %d verdicts on %d pages", engine.name, len(reasons), len(batch))
-        return ["engine_error: a verdict is missing"] * len(batch)
+        return Settled(_failed(engine, error, len(batch)))
+
+
+class _Started:
+    def __init__(self, engine: ByteEngine, flight: Flight, count: int) -> None:
+        self._engine, self._flight, self._count = engine, flight, count
+
+    def done(self) -> bool:
+        try:
+            return self._flight.done()
+        except Exception:  # noqa: BLE001 - `result` raises it again, or knows
+            return True
+
+    def result(self) -> list[str]:
+        return _answer(self._engine, self._flight.result, self._count)
+
+
+def _answer(engine: ByteEngine, call: Callable[[], list[str]], count: int) -> list[str]:
+    try:
+        reasons = list(call())
+    except Exception as error:  # noqa: BLE001 - the engine may be anybody's
+        return _failed(engine, error, count)
+    if len(reasons) != count:
+        _LOG.error("engine %s gave %d verdicts on %d pages", engine.name, len(reasons), count)
+        return ["engine_error: a verdict is missing"] * count
     return reasons
+
+
+def _failed(engine: ByteEngine, error: Exception, count: int) -> list[str]:
+    _LOG.error("engine %s failed", engine.name, exc_info=error)
+    return [f"engine_error: {type(error).__name__}: {error}"] * count

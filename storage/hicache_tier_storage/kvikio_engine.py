@@ -12,12 +12,14 @@ import importlib
 import logging
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .descriptors import describe, good_runs, parts
 from .device_bytes import DeviceBytes
+from .flights import PartByPart, Settled
 from .kept_handles import KeptHandles
 from .kvikio_package import compat_mode, kvikio_module, use_threads
 from .posix import PosixEngine, default_threads, open_reason
@@ -26,8 +28,11 @@ from .retry import retry
 from .slab import SlabDamagedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
     from .descriptors import Descriptors
     from .engine import DeviceMemory, PageBatch
+    from .flights import Flight
     from .kept_handles import Batch
     from .slab import StoreFile
 
@@ -35,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 _DEADLINE_S = 60.0
 _MIN_PIECE_NBYTES = 4096
 _TASK_NBYTES = 4 << 20  # kvikio cuts what is longer
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 50e-6, 1e-3
+_DEVICE_TASK_NBYTES = 2 << 20  # a ring has enough of them for all of kvikio's threads
 
 
 class KvikioEngine:
@@ -48,7 +53,8 @@ class KvikioEngine:
     threads : int, optional
         Of `posix`, and at least as many of kvikio, whose own default is one (`KVIKIO_NTHREADS` rules).
     deadline_s : float
-        Longest wait for one part of a batch (32 MiB at most). Past it, its pages get the verdict `timeout`.
+        Longest wait for one part of a batch (of host memory: 32 MiB at most). Past it, its pages get the
+        verdict `timeout`.
     min_piece_nbytes : int
         Pages whose pieces are smaller on average go by `posix`.
 
@@ -114,34 +120,61 @@ class KvikioEngine:
 
     # -- moving ----------------------------------------------------------------------------------------
 
-    def _move(self, batch: PageBatch, *, write: bool) -> list[str]:
-        count = len(batch)
+    def start(self, batch: PageBatch, *, write: bool) -> Flight:
+        """Begin to move pages in GPU memory; kvikio has threads of its own."""
+        refused = self._refused(batch)
+        if refused or batch.memory is None:
+            return Settled(refused)
+        self._regions.cover(batch.memory)
+        verdicts = [""] * len(batch)
+        return PartByPart(verdicts, self._device_parts(batch, verdicts, write=write))
+
+    # -- moving ----------------------------------------------------------------------------------------
+
+    def _refused(self, batch: PageBatch) -> list[str]:
+        """Return the verdicts where nothing can be moved; none where it can."""
         if self._closed or os.getpid() != self._pid:
-            return ["engine_error: the engine is closed, or was made by another process"] * count
-        if not count:
-            return []
+            return ["engine_error: the engine is closed, or was made by another process"] * len(batch)
+        return []
+
+    def _move(self, batch: PageBatch, *, write: bool) -> list[str]:
+        refused = self._refused(batch)
+        if refused or not len(batch):
+            return refused
         if batch.memory is not None:
-            self._regions.cover(batch.memory)
-        elif batch.page_nbytes < batch.addresses.shape[1] * self._min_piece_nbytes:
+            return self.start(batch, write=write).result()
+        if batch.page_nbytes < batch.addresses.shape[1] * self._min_piece_nbytes:
             return self._plain.write(batch) if write else self._plain.read(batch)
-        verdicts = [""] * count
+        verdicts = [""] * len(batch)
+        return PartByPart(verdicts, self._host_parts(batch, verdicts, write=write)).result()
+
+    def _device_parts(
+        self, batch: PageBatch, verdicts: list[str], *, write: bool
+    ) -> Iterator[Callable[[], bool]]:
+        """Move all pages at once, then those that failed one by one."""
+        with self._handles[write].batch() as handles:
+            again = yield from self._part(batch, handles, 0, len(batch), verdicts, write=write)
+            self.retried_pages += len(again)
+            for page in again:
+                failed = yield from self._part(batch, handles, page, page + 1, verdicts, write=write)
+                for why in failed.values():
+                    verdicts[page] = f"io_error: {why}"
+
+    def _host_parts(
+        self, batch: PageBatch, verdicts: list[str], *, write: bool
+    ) -> Iterator[Callable[[], bool]]:
+        """Move some pages at a time, then those that failed by `posix`."""
         again: dict[int, str] = {}
         with self._handles[write].batch() as handles:
-            for first, last in parts(batch, 0, count, 1):
-                again |= self._part(batch, handles, first, last, verdicts, write=write)
-            self.retried_pages += len(again)
-            if batch.memory is not None:
-                for page in again:
-                    for why in self._part(batch, handles, page, page + 1, verdicts, write=write).values():
-                        verdicts[page] = f"io_error: {why}"
-                return verdicts
+            for first, last in parts(batch, 0, len(batch), 1):
+                again |= yield from self._part(batch, handles, first, last, verdicts, write=write)
+        self.retried_pages += len(again)
         if again:
             retry(self._plain, batch, sorted(again), verdicts, write=write)
-        return verdicts
 
     def _part(
         self, batch: PageBatch, kept: Batch, first: int, last: int, verdicts: list[str], *, write: bool
-    ) -> dict[int, str]:
+    ) -> Generator[Callable[[], bool], None, dict[int, str]]:
         """Move some pages; return those that have to be tried again, and why."""
         handles: list[Any] = []
         numbers: dict[StoreFile, int] = {}
@@ -154,16 +187,25 @@ class KvikioEngine:
                 else:
                     numbers[file] = len(handles)
                     handles.append(opened)
+        begun: list[tuple[Descriptors, list[Any], int]] = []
+        task_nbytes = _TASK_NBYTES if batch.memory is None else _DEVICE_TASK_NBYTES
+        until = time.monotonic() + self._deadline_s
+        try:
+            for start, stop in good_runs(verdicts, first, last):
+                if write and batch.hook:
+                    batch.hook(start, stop)
+                numbered = [numbers[file] for file in batch.files[start:stop]]
+                pieces = describe(batch, start, stop, numbered, task_nbytes)
+                begun.append((pieces, self._start(pieces, handles, batch.memory, write=write), stop))
+            yield partial(_all_done, [future for _, futures, _ in begun for future in futures], until)
+        except BaseException:
+            kept.forget()  # what is under way still uses these handles
+            raise
         again: dict[int, str] = {}
-        for start, stop in good_runs(verdicts, first, last):
-            if write and batch.hook:
-                batch.hook(start, stop)
-            numbered = [numbers[file] for file in batch.files[start:stop]]
-            pieces = describe(batch, start, stop, numbered, _TASK_NBYTES)
-            futures = self._start(pieces, handles, batch.memory, write=write)
+        for pieces, futures, stop in begun:
             again |= self._finish(batch, pieces, futures, stop, verdicts, write=write)
-            if any(why.startswith("timeout") for why in verdicts[start:stop]):
-                kept.forget()
+        if any(why.startswith("timeout") for why in verdicts[first:last]):
+            kept.forget()
         return again
 
     @staticmethod
@@ -193,15 +235,14 @@ class KvikioEngine:
         *,
         write: bool,
     ) -> dict[int, str]:
-        """Wait for the pieces under way; return the pages that have to be tried again, and why."""
-        until = time.monotonic() + self._deadline_s
+        """See how pieces ended; return the pages that have to be tried again, and why."""
         again: dict[int, str] = {}
         first = int(pieces.pages[0])
         ends = [*pieces.pages[1:].tolist(), last]
         for future, nbytes, page, end in zip(
             futures, pieces.memory[:, 1].tolist(), pieces.pages.tolist(), ends, strict=True
         ):
-            outcome = _wait(future, nbytes, until)
+            outcome = _outcome(future, nbytes)
             if not outcome:
                 continue
             touched = range(page, max(page + 1, end))
@@ -246,16 +287,19 @@ def _host_bytes(address: int, nbytes: int) -> Any:  # noqa: ANN401 - an array
     return np.frombuffer(raw, np.uint8)
 
 
-def _wait(future: Any, nbytes: int, until: float) -> str:  # noqa: ANN401 - of the package
-    """Wait for one piece; return "", `timeout`, or what went wrong."""
+def _all_done(futures: list[Any], until: float) -> bool:
+    """Whether all have ended, or have had their time; those that have are taken from the end of the list."""
+    while futures and (isinstance(futures[-1], Exception) or futures[-1].done()):
+        futures.pop()
+    return not futures or time.monotonic() > until
+
+
+def _outcome(future: Any, nbytes: int) -> str:  # noqa: ANN401 - of the package
+    """Return "", `timeout`, or what went wrong with one piece."""
     if isinstance(future, Exception):
         return str(future) or type(future).__name__
-    start = now = time.monotonic()
-    while not future.done():
-        if now > until:
-            return "timeout"
-        time.sleep(min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, (now - start) / 16)))
-        now = time.monotonic()
+    if not future.done():
+        return "timeout"
     try:
         moved = future.get()
     except Exception as error:  # noqa: BLE001 - the pages are tried once more

@@ -21,6 +21,8 @@ from .posix import open_reason
 from .slab import SlabDamagedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
     from .engine import DeviceMemory, PageBatch
     from .kept_handles import Batch
     from .nixl_lane import Plugin
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _FILES_AT_ONCE = 8
 _FILES_KEPT = 4  # a ring, and there may be several rings
-_TASK_NBYTES = 4 << 20  # of one call of cuFile; the plug-in's threads share them
+_TASK_NBYTES = 2 << 20  # of one call of cuFile: a ring has enough of them for all the plug-in's threads
 
 
 class _File:
@@ -141,6 +143,8 @@ class DeviceMove:
 
     Attributes
     ----------
+    verdicts : list of str
+        "" or a reason for each page, once the work is done.
     retried : int
         Pages that were moved one by one because their transfer failed.
     """
@@ -151,32 +155,33 @@ class DeviceMove:
         self._batch, self._plugin, self._deadline_s = batch, plugin, deadline_s
         self._direct, self._write = direct, write
         self._fds: dict[StoreFile, int] = {}
-        self._verdicts = [""] * len(batch)
+        self.verdicts = [""] * len(batch)
         self.retried = 0
 
-    def run(self) -> list[str]:
-        """Move every page; "" or a reason for each."""
+    def work(self) -> Iterator[Callable[[], bool]]:
+        """Move every page, transfer by transfer; yields what tells that one has ended."""
         batch = self._batch
         memory = batch.memory
         if memory is None:
-            return ["engine_error: the pages are not on a device"] * len(batch)
+            self.verdicts[:] = ["engine_error: the pages are not on a device"] * len(batch)
+            return
         try:
             side = _SIDES.of(memory, self._plugin, self._deadline_s)
         except LaneError as error:
-            return [f"engine_error: {error}"] * len(batch)
+            self.verdicts[:] = [f"engine_error: {error}"] * len(batch)
+            return
         for first, last in file_groups(batch.files, _FILES_AT_ONCE):
             with side.files[self._direct].batch() as kept:
                 self._open(kept, first, last)
                 failed: list[int] = []
                 for start, stop in parts(batch, first, last, 1):
-                    for begin, end in good_runs(self._verdicts, start, stop):
-                        failed += self._try(side.lane, begin, end)
+                    for begin, end in good_runs(self.verdicts, start, stop):
+                        failed += yield from self._try(side.lane, begin, end)
                 self.retried += len(failed)
                 for page in failed:
-                    self._try(side.lane, page, page + 1, last_try=True)
-                if any(reason.startswith("timeout") for reason in self._verdicts[first:last]):
+                    yield from self._try(side.lane, page, page + 1, last_try=True)
+                if any(reason.startswith("timeout") for reason in self.verdicts[first:last]):
                     kept.forget()  # what is under way still uses these descriptors
-        return self._verdicts
 
     def _open(self, kept: Batch, first: int, last: int) -> None:
         """Open the files of these pages; pages of a file that cannot be opened get their verdict here."""
@@ -186,7 +191,7 @@ class DeviceMove:
             if file not in found:
                 found[file] = self._opened(kept, file)
             opened = found[file]
-            self._verdicts[at] = opened if isinstance(opened, str) else ""
+            self.verdicts[at] = opened if isinstance(opened, str) else ""
         self._fds = {file: opened for file, opened in found.items() if isinstance(opened, int)}
 
     def _opened(self, kept: Batch, file: StoreFile) -> int | str:
@@ -202,21 +207,29 @@ class DeviceMove:
         except Exception as error:  # noqa: BLE001 - nothing in the package names what it raises
             return f"io_error: the file was not registered: {error}"
 
-    def _try(self, lane: NixlLane, first: int, last: int, *, last_try: bool = False) -> list[int]:
+    def _try(
+        self, lane: NixlLane, first: int, last: int, *, last_try: bool = False
+    ) -> Generator[Callable[[], bool], None, list[int]]:
         """Move some pages; return those that have to be tried again."""
         batch, hook = self._batch, self._batch.hook
         if self._write and hook and not last_try:
             hook(first, last)
         try:
             fds = [self._fds[file] for file in batch.files[first:last]]
-            lane.transfer(describe(batch, first, last, fds, _TASK_NBYTES), {}, write=self._write)
+            posted = lane.post(describe(batch, first, last, fds, _TASK_NBYTES), {}, write=self._write)
+            try:
+                yield posted.ended
+            except BaseException:
+                posted.leave()
+                raise
+            posted.finish()
         except LaneTimeoutError as late:
-            self._verdicts[first:last] = [f"timeout: {late}"] * (last - first)
+            self.verdicts[first:last] = [f"timeout: {late}"] * (last - first)
         except LaneError as error:
             _LOG.debug("NIXL: %s", error)
             if not last_try:
                 return list(range(first, last))
-            self._verdicts[first:last] = [f"io_error: {error}"] * (last - first)
+            self.verdicts[first:last] = [f"io_error: {error}"] * (last - first)
         else:
             if not self._write and batch.hook:
                 batch.hook(first, last)

@@ -21,6 +21,7 @@ import numpy as np
 from hicache_tier.errors import InvalidArgumentError
 
 from .descriptors import MAX_DESCRIPTORS, describe, file_groups, good_runs, hull, parts
+from .flights import PartByPart, Settled
 from .nixl_device import DeviceMove, close_files
 from .nixl_lane import QUEUES, LaneError, LaneTimeoutError, NixlLane, gpu_plugin, posix_plugin
 from .nixl_package import nixl_module
@@ -30,9 +31,10 @@ from .slab import SlabDamagedError
 from .vectors import DIRECT_ALIGNMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .engine import PageBatch
+    from .flights import Flight
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class NixlEngine:
     queue : str
         `aio` or `io_uring`.
     threads : int, optional
-        Lanes in each direction, each with a thread while it is used.
+        Lanes in each direction, each with a thread while it is used; and at least as many of GDS_MT.
     deadline_s : float
         Longest wait for one transfer (32 MiB at most). Past it, its pages get the verdict `timeout`: the
         kernel may still move their bytes.
@@ -89,6 +91,9 @@ class NixlEngine:
         self._posix = posix_plugin(queue)
         self._queue = queue
         self._threads = max(1, threads or default_threads())
+        self._gpu_threads = max(
+            self._threads, (os.cpu_count() or 1) // 2
+        )  # the plug-in's own choice at least
         self._plain = PosixEngine(direct=direct, threads=self._threads)
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="hct-nixl")
         self._deadline_s = deadline_s
@@ -168,7 +173,7 @@ class NixlEngine:
         if not count:
             return []
         if batch.memory is not None:
-            return self._move_device(batch, write=write)
+            return self.start(batch, write=write).result()
         if not self._suits(batch):
             return self._plain.write(batch) if write else self._plain.read(batch)
         move = _Move(self, batch, write=write)
@@ -191,15 +196,19 @@ class NixlEngine:
             retry(self._plain, batch, sorted(move.failed), move.verdicts, write=write)
         return move.verdicts
 
-    def _move_device(self, batch: PageBatch, *, write: bool) -> list[str]:
-        """Move pages in GPU memory; the plug-in has threads of its own."""
+    def start(self, batch: PageBatch, *, write: bool) -> Flight:
+        """Begin to move pages in GPU memory; the plug-in has threads of its own."""
+        if self._closed:
+            return Settled([f"engine_error: {self._closed}"] * len(batch))
         if not self.device_mode:
-            return ["engine_error: no plug-in for GPU memory was found to work"] * len(batch)
-        plugin, direct = gpu_plugin(self.device_mode), self._plain.mode == "direct"
+            return Settled(["engine_error: no plug-in for GPU memory was found to work"] * len(batch))
+        plugin, direct = gpu_plugin(self.device_mode, self._gpu_threads), self._plain.mode == "direct"
         move = DeviceMove(batch, plugin, self._deadline_s, direct=direct, write=write)
-        verdicts = move.run()
+        return PartByPart(move.verdicts, self._device_parts(move))
+
+    def _device_parts(self, move: DeviceMove) -> Iterator[Callable[[], bool]]:
+        yield from move.work()
         self.retried_pages += move.retried
-        return verdicts
 
     def _suits(self, batch: PageBatch) -> bool:
         """Whether NIXL moves this memory as it is, and well."""

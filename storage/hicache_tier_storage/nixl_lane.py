@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cufile_library import preload_cufile
 from .descriptors import MAX_DESCRIPTORS
+from .flights import wait_until
 from .nixl_package import nixl_module
 from .registrations import Registrations
 
@@ -26,7 +27,6 @@ QUEUES = ("aio", "io_uring")  # POSIX AIO fails later transfers after one error
 GPU_PLUGINS = ("GDS_MT", "GDS")
 _KERNEL_QUEUE = 256
 _SUBMITTED_A_POLL = 64  # the plug-in hands that many to the kernel each time it is asked how it goes
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 50e-6, 1e-3
 _NUMBERS = itertools.count()
 
 
@@ -57,9 +57,10 @@ def posix_plugin(queue: str) -> Plugin:
     return Plugin("POSIX", "DRAM", ((switch, "true"), *sizes), submits_when_asked=True)
 
 
-def gpu_plugin(name: str) -> Plugin:
-    """Return one of `GPU_PLUGINS`."""
-    return Plugin(name, "VRAM")
+def gpu_plugin(name: str, threads: int = 0) -> Plugin:
+    """Return one of `GPU_PLUGINS`; `GDS_MT` with so many threads, or half as many as there are cores."""
+    count = (("thread_count", str(threads)),) if threads and name == "GDS_MT" else ()
+    return Plugin(name, "VRAM", count)
 
 
 class LaneError(Exception):
@@ -153,7 +154,17 @@ class NixlLane:
             self._give_back(partial(self._deregister, registered))
 
     def transfer(self, pieces: Descriptors, files: dict[int, int], *, write: bool) -> None:
-        """Move all pieces and wait for them.
+        """Move all pieces and wait for them; parameters and errors as of `post` and `Posted.finish`."""
+        posted = self.post(pieces, files, write=write)
+        try:
+            wait_until(posted.ended)
+        except BaseException:
+            posted.leave()
+            raise
+        posted.finish()
+
+    def post(self, pieces: Descriptors, files: dict[int, int], *, write: bool) -> Posted:
+        """Begin to move all pieces.
 
         Parameters
         ----------
@@ -167,65 +178,47 @@ class NixlLane:
 
         Raises
         ------
-        LaneError, LaneTimeoutError
+        LaneError
         """
         agent = self._agent
-        registered = handle = None
+        posted = Posted(self, self._deadline_s)
         try:
             rows = [(0, nbytes, fd, "") for fd, nbytes in files.items()]
             with self._turn:
                 if rows:
-                    registered = agent.register_memory(rows, "FILE", self._backends)
-                handle = agent.initialize_xfer(
+                    posted.registered = agent.register_memory(rows, "FILE", self._backends)
+                posted.handle = agent.initialize_xfer(
                     "WRITE" if write else "READ",
                     agent.get_xfer_descs(pieces.memory, self.plugin.memory),
                     agent.get_xfer_descs(pieces.files, "FILE"),
                     self._name,
                     backends=self._backends,
                 )
-            self._post_and_wait(handle, len(pieces.memory))
-        except LaneError:
-            raise
-        except (LaneTimeoutError, KeyboardInterrupt, SystemExit):  # bytes may still be under way
-            _leak(handle)
-            handle = registered = None
-            self.leak()
-            raise
+                posted.state = agent.transfer(posted.handle)
         except Exception as error:
             # Nothing was handed on; but what a queue of the POSIX plug-in holds is not known any more.
             self.usable = self.usable and not self.plugin.submits_when_asked
+            posted.give_back()
             raise LaneError(f"{type(error).__name__}: {error}") from error
-        finally:
-            if handle is not None:
-                self._give_back(handle.release)
-            if registered is not None:
-                self._give_back(partial(agent.deregister_memory, registered, self._backends))
+        except BaseException:  # interrupted: bytes may be under way
+            posted.leave()
+            raise
+        if self.plugin.submits_when_asked:  # ask until all is with the kernel
+            for _ in range(-(-min(len(pieces.memory), _KERNEL_QUEUE) // _SUBMITTED_A_POLL)):
+                posted.ended()
+        return posted
 
-    def _post_and_wait(self, handle: object, pieces: int) -> None:
-        agent = self._agent
-        start = time.monotonic()
+    def ask(self, handle: object) -> str:
+        """Return how a transfer goes: `PROC`, `DONE`; raises what the package raises."""
         with self._turn:
-            state = agent.transfer(handle)
-        # Ask at once until all is with the kernel, then leave the processor to others.
-        asked = min(pieces, _KERNEL_QUEUE) if self.plugin.submits_when_asked else 0
-        busy = -(-asked // _SUBMITTED_A_POLL)
-        pause = _FIRST_WAIT_S
-        while state == "PROC":
-            if busy:
-                busy -= 1
-            else:
-                time.sleep(pause)
-                spent = time.monotonic() - start
-                if spent > self._deadline_s:
-                    raise LaneTimeoutError(f"no end after {self._deadline_s:.0f} s")
-                pause = min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, spent / 16))
-            try:
-                with self._turn:
-                    state = agent.check_xfer_state(handle)
-            except Exception as error:  # the plug-in says so once all its I/O has come back
-                raise LaneError(str(error)) from error
-        if state != "DONE":
-            raise LaneError("the transfer was refused")
+            return str(self._agent.check_xfer_state(handle))
+
+    def release(self, handle: Any, registered: object) -> None:  # noqa: ANN401 - of the package
+        """Give back what a transfer that has ended holds."""
+        if handle is not None:
+            self._give_back(handle.release)
+        if registered is not None:
+            self._give_back(partial(self._deregister, registered))
 
     def _give_back(self, release: Any) -> None:  # noqa: ANN401 - a callable of the package
         try:
@@ -236,7 +229,7 @@ class NixlLane:
             _LOG.warning("NIXL did not take a handle back", exc_info=True)
 
     def leak(self) -> None:
-        """Never destroy the agent.
+        """Never destroy the agent, nor use it.
 
         Its destructor would wait for I/O that does not come back, or for threads that a child of fork does
         not have.
@@ -256,6 +249,58 @@ class NixlLane:
         self._regions.leak()
         self._memory = self._agent = None
         self.usable = False
+
+
+class Posted:
+    """A transfer under way.
+
+    Attributes
+    ----------
+    state : str
+        As NIXL says: `PROC` while it is under way, `DONE` at the end.
+    """
+
+    def __init__(self, lane: NixlLane, deadline_s: float) -> None:
+        self._lane, self._deadline_s = lane, deadline_s
+        self._until = time.monotonic() + deadline_s
+        self._why = "the transfer was refused"
+        self.handle: Any = None
+        self.registered: Any = None
+        self.state = ""
+
+    def ended(self) -> bool:
+        """Ask how it goes; True once it has ended, and where it has not in time."""
+        if self.state == "PROC":
+            try:
+                self.state = self._lane.ask(self.handle)
+            except Exception as error:  # noqa: BLE001 - the plug-in says so once all its I/O has come back
+                self.state, self._why = "ERR", str(error)
+        return self.state != "PROC" or time.monotonic() > self._until
+
+    def finish(self) -> None:
+        """Give back what it holds.
+
+        Raises
+        ------
+        LaneError, LaneTimeoutError
+        """
+        if self.state == "PROC":
+            self.leave()
+            raise LaneTimeoutError(f"no end after {self._deadline_s:.0f} s")
+        self.give_back()
+        if self.state != "DONE":
+            raise LaneError(self._why)
+
+    def give_back(self) -> None:
+        """Let NIXL have back what it gave for this transfer."""
+        handle, self.handle = self.handle, None
+        registered, self.registered = self.registered, None
+        self._lane.release(handle, registered)
+
+    def leave(self) -> None:
+        """Never touch it again, nor its lane: its bytes may still be under way."""
+        _leak(self.handle)
+        self._lane.leak()
 
 
 def _leak(thing: object) -> None:

@@ -1,4 +1,4 @@
-"""Rings that pages of a device are staged in: whole slots, in two halves, on the device or in host memory.
+"""Rings that pages of a device are staged in: whole slots, on the device or in host memory.
 
 A ring is lent to one call at a time and kept for the next. One whose bytes may still be under way is never
 lent again.
@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .device_sums import Summer
     from .lease import Lease
 
+_T = TypeVar("_T")
 HALF_NBYTES = 32 << 20
 HALVES = 2
 _RINGS = 4  # of a kind, at once
@@ -79,7 +80,9 @@ class RingKind:
 
 
 class Ring:
-    """Memory in two halves, and the stream on which pages go in and out of it.
+    """Memory, and the stream on which pages go in and out of it.
+
+    An engine that blocks is given one half while the other is filled or emptied.
 
     Attributes
     ----------
@@ -113,7 +116,7 @@ class Ring:
         self._workers: DaemonPool | None = None
         self._bound = threading.local()
         self._maps: dict[tuple[KVGeometry, str, int], RowMap] = {}
-        self._summers: dict[tuple[int, int, int], tuple[int, Summer]] = {}
+        self._summers: dict[tuple[int, int], tuple[int, Summer]] = {}
         if cuda:
             self._settle()
 
@@ -121,14 +124,14 @@ class Ring:
         """Wait for what the device may still do with memory that belonged to somebody else."""
         self.wait(given_so_far(self.kind.pool))
 
-    def summer(self, half: int, fragments: int, nbytes: int, pages: int) -> Summer | None:
-        """Return what computes checksums of `pages` pages on the device; one for each half, kept.
+    def summer(self, fragments: int, nbytes: int, pages: int) -> Summer | None:
+        """Return what computes checksums of `pages` pages at a time on the device; it is kept.
 
         None where nothing is on a device.
         """
         if self.stream is None:
             return None
-        key = (half, fragments, nbytes)
+        key = (fragments, nbytes)
         room, found = self._summers.get(key, (0, None))
         if found is None or room < pages:
             found = summer(fragments, nbytes, pages, self.stream)
@@ -166,19 +169,23 @@ class Ring:
         with torch.cuda.stream(self.stream):
             gaps.zero_()
 
-    def start(self, work: Callable[..., None], *arguments: object) -> Future[None]:
+    def start(self, work: Callable[[], _T]) -> Future[_T]:
         """Let a thread of the ring's own do something, one a half at most."""
         if self._workers is None:
             self._workers = DaemonPool(HALVES, "hct-ring")
-        return self._workers.submit(self._run, work, *arguments)
+        return self._workers.submit(self._run, work)
 
-    def _run(self, work: Callable[..., None], *arguments: object) -> None:
+    def _run(self, work: Callable[[], _T]) -> _T:
+        self.bind()
+        with on_device(self.kind.pool):
+            return work()
+
+    def bind(self) -> None:
+        """Make the device's context this thread's: packages of CUDA want one."""
         device = self.kind.pool
         if device.type == "cuda" and not hasattr(self._bound, "yes"):
-            torch.cuda.mem_get_info(device)  # makes the context this thread's: packages of CUDA want one
+            torch.cuda.mem_get_info(device)
             self._bound.yes = True
-        with on_device(device):
-            work(*arguments)
 
     def mark(self) -> torch.cuda.Event | None:
         """Return what tells when all that was enqueued so far is done."""

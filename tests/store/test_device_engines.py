@@ -7,17 +7,15 @@ real thing.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
+from hicache_tier.testing.kvikio_stand_in import CuFile
 from hicache_tier_storage import kvikio_engine, nixl_engine
 from hicache_tier_storage.engine import DeviceEngine, DeviceMemory
 from hicache_tier_storage.kvikio_engine import KvikioEngine
@@ -44,33 +42,6 @@ class Pretended(Memory):
         self.device = DeviceMemory(0, (region,), self.owner)
 
 
-class CuFile:
-    """A file that moves memory by its address."""
-
-    pool = ThreadPoolExecutor(2)
-
-    def __init__(self, path, flags):
-        self._fd = os.open(path, {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags])
-
-    def fileno(self):
-        return self._fd
-
-    def _submit(self, call, memory, file_offset):
-        seen = memory.__cuda_array_interface__
-        raw = (ctypes.c_uint8 * seen["shape"][0]).from_address(seen["data"][0])
-        future = self.pool.submit(call, self._fd, [np.frombuffer(raw, np.uint8)], file_offset)
-        return SimpleNamespace(done=future.done, get=future.result)
-
-    def pread(self, memory, file_offset):
-        return self._submit(os.preadv, memory, file_offset)
-
-    def pwrite(self, memory, file_offset):
-        return self._submit(os.pwritev, memory, file_offset)
-
-    def close(self):
-        os.close(self._fd)
-
-
 @pytest.fixture
 def stand_in(monkeypatch):
     monkeypatch.setattr(kvikio_engine, "kvikio_module", lambda: SimpleNamespace(CuFile=CuFile))
@@ -80,7 +51,7 @@ def stand_in(monkeypatch):
 
 @pytest.fixture
 def posix_for_gds(monkeypatch):
-    monkeypatch.setattr(nixl_engine, "gpu_plugin", lambda name: posix_plugin("aio"))
+    monkeypatch.setattr(nixl_engine, "gpu_plugin", lambda name, threads: posix_plugin("aio"))
 
 
 def make(kind, **options):

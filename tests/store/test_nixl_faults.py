@@ -138,13 +138,13 @@ def test_reads_and_writes_never_share_an_agent(engine, tmp_path):
 
 def never_done(monkeypatch):
     """Let transfers run, and never say that they are done."""
-    real = nixl_lane.NixlLane._post_and_wait
+    real = nixl_lane.NixlLane.post
 
-    def blind(lane, handle, pieces):
+    def blind(lane, pieces, files, *, write):
         lane._agent.check_xfer_state = lambda _: "PROC"
-        return real(lane, handle, pieces)
+        return real(lane, pieces, files, write=write)
 
-    monkeypatch.setattr(nixl_lane.NixlLane, "_post_and_wait", blind)
+    monkeypatch.setattr(nixl_lane.NixlLane, "post", blind)
 
 
 def test_a_backend_that_never_completes(tmp_path, monkeypatch):
