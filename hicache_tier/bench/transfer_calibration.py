@@ -28,9 +28,12 @@ ROWS = (256, 576, 2048)
 PAGES = (1, 16, 64)
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 _LAYERS = 16
-_SHORT_TOKENS, _LONG_NBYTES = 256, 128 << 20
+_SHORT_TOKENS = 256
+_LONGER_NBYTES = (64 << 20, 384 << 20)
+"""What a few thousand tokens have, and 8K tokens of most models; what an engine costs once shows in neither
+as it does in 256 tokens."""
 _REPEATS = 5
-_BUFFER_NBYTES = 256 << 20
+_BUFFER_NBYTES = 384 << 20
 _HOPELESS = 0.01
 """Ratio of a short transfer below which a long one is not worth its time, where another engine did better."""
 
@@ -124,8 +127,8 @@ class Calibration:
         return CalibrationTable(torch.cuda.get_device_name(self._device), measurements)
 
     def _sample(self, rig: Rig) -> Iterator[tuple[PlanFacts, dict[str, float]]]:
-        most = _LONG_NBYTES // rig.geometry.page_nbytes
-        counts = dict.fromkeys((max(1, _SHORT_TOKENS // rig.geometry.page_tokens), most))
+        longer = [nbytes // rig.geometry.page_nbytes for nbytes in _LONGER_NBYTES]
+        counts = dict.fromkeys((max(1, _SHORT_TOKENS // rig.geometry.page_tokens), *longer))
         for direction in (Direction.BACKUP, Direction.LOAD, Direction.LOAD_LAYER):
             ratios: dict[str, float] = {}
             for pages in counts:

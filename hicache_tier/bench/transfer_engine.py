@@ -49,6 +49,7 @@ class Runs:
         self._options = TransferOptions(engine=engine)
         self.paths: dict[str, str] = {}
         self.calls: list[float] = []
+        self._started: list[Completion] = []
         layers = rig.geometry.num_layers
         single = direction is Direction.LOAD_LAYER
         self.layers_a_call = 1 if single else layers
@@ -65,9 +66,19 @@ class Runs:
             completion.wait_on()
 
     def submit_first(self, turn: int) -> None:
-        """Submit one set of moves; the current stream waits for the first layer of each."""
-        for completion in self._start(turn):
+        """Submit one set of moves; the current stream waits for the first layer of each.
+
+        `finish` waits for the others: a transfer that is still submitted holds up the next.
+        """
+        self._started = self._start(turn)
+        for completion in self._started:
             completion.wait_layer_on(completion.layers[0])
+
+    def finish(self) -> None:
+        """Wait for what `submit_first` has begun."""
+        for completion in self._started:
+            completion.wait()
+        self._started = []
 
     def _start(self, turn: int) -> list[Completion]:
         started: list[Completion] = []

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .transfer_cases import TransferCase
 
 _RUN = 8
+_LEAST_SETS = 6
+"""An engine hardly asks for the same pages twice in a row, so neither does the benchmark."""
 _STEP_NBYTES = 256 << 20
 _CANONICAL = "plthd"
 
@@ -66,7 +68,10 @@ class Rig:
         return self.page_sets(case.pages, case.direction.moves, case.order)
 
     def page_sets(self, count: int, ops: tuple[str, ...], order: str) -> list[list[Move]]:
-        """Return sets of one move for each of `ops`; the pages of no two moves overlap.
+        """Return several sets of one move for each of `ops`.
+
+        The pages of no two moves of a set overlap, nor those of two sets where the pools have pages for that;
+        else further sets pair the same pages anew.
 
         Parameters
         ----------
@@ -83,7 +88,18 @@ class Rig:
         for first in range(0, len(ours) - count * len(ops) + 1, count * len(ops)):
             parts = [slice(first + i * count, first + (i + 1) * count) for i in range(len(ops))]
             sets.append([Move(op, ours[part], theirs[part]) for op, part in zip(ops, parts, strict=True)])
+        for number in range(_LEAST_SETS - len(sets)):
+            sets.append([self._paired_anew(move, order) for move in sets[number]])
         return sets
+
+    def _paired_anew(self, move: Move, order: str) -> Move:
+        run = _RUN if order == "runs" and len(move.host_pages) % _RUN == 0 else 1
+        count = len(move.host_pages) // run
+        ours, theirs = (
+            pages.view(count, run)[torch.randperm(count, generator=self._generator)].flatten()
+            for pages in (move.device_pages, move.host_pages)
+        )
+        return Move(move.op, ours, theirs)
 
     def fragment_nbytes(self) -> int:
         """Return the bytes of the shortest run that lies in one piece on both sides."""

@@ -95,7 +95,7 @@ class TransferBench:
         laps = self._laps(runs.submit, self._repeats) if row["verified"] else []
         row |= _calls(runs, len(laps))
         if laps and case.direction is Direction.LOAD:
-            first = self._laps(runs.submit_first, _FIRST_LAPS)
+            first = self._laps(runs.submit_first, _FIRST_LAPS, runs.finish)
             row["first_layer_us"] = median(lap.device for lap in first) * 1e6
         ceilings = [a + b for a, b in zip(before, self._ceilings(case, nbytes), strict=True)]
         best = sum(nbytes / median(ceiling) for ceiling in ceilings)
@@ -134,9 +134,15 @@ class TransferBench:
         mine["ours_over_peer"] = ours / theirs if ours and theirs else None
         self.peer_rows.append(mine)
 
-    def _laps(self, submit: Callable[[int], None], repeats: int) -> list[Lap]:
-        """Time `repeats` turns after two that do not count."""
-        return [self._clock.lap(partial(submit, turn)) for turn in range(repeats + 2)][2:]
+    def _laps(
+        self, submit: Callable[[int], None], repeats: int, finish: Callable[[], None] = lambda: None
+    ) -> list[Lap]:
+        """Time `repeats` turns after two that do not count; `finish` follows each and is not timed."""
+        laps = []
+        for turn in range(repeats + 2):
+            laps.append(self._clock.lap(partial(submit, turn)))
+            finish()
+        return laps[2:]
 
     def _arrive(self, submit: Callable[[int], None], turn: int) -> None:
         self._clock.lap(lambda: submit(turn))

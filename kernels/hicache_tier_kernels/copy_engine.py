@@ -94,16 +94,22 @@ class PreparedRanges:
     def submit(self, planes: Sequence[int], stream: torch.cuda.Stream) -> None:
         """Enqueue the ranges of some planes."""
         if self._plan.count:
-            ranges = self._ranges.of(planes)
             with torch.cuda.device(stream.device):
-                if len(ranges[0]) < LEAST_SHARED:
-                    copy_ranges(*ranges, stream)
-                else:
-                    share_ranges(*ranges, stream, side_of(stream.device, to_host(self._plan)))
+                submit_ranges(*self._ranges.of(planes), stream, backup=to_host(self._plan))
 
     def fault(self) -> Exception | None:
         """Return None: page numbers were checked on the host."""
         return None
+
+
+def submit_ranges(
+    destinations: Addresses, sources: Addresses, sizes: Addresses, stream: torch.cuda.Stream, *, backup: bool
+) -> None:
+    """Enqueue ranges, with the help of another thread where they are many."""
+    if len(sizes) < LEAST_SHARED:
+        copy_ranges(destinations, sources, sizes, stream)
+    else:
+        share_ranges(destinations, sources, sizes, stream, side_of(stream.device, backup))
 
 
 def share_ranges(

@@ -19,7 +19,7 @@ import torch
 
 from hicache_tier.errors import EngineUnavailableError
 
-from .copy_engine import RANGE_S, CopyEngine, copy_ranges
+from .copy_engine import RANGE_S, CopyEngine, submit_ranges
 from .cuda import CudaEngine, Grid, PreparedKernel
 from .engine import (
     DEFAULTS,
@@ -197,11 +197,11 @@ class PreparedWindows:
                 self._kernel(which, stream).submit_pages(planes, start, pages, ring.kernels)
                 ring.full[slot].record(ring.kernels)
                 stream.wait_event(ring.full[slot])
-                copy_ranges(ours, theirs, lengths, stream)
+                submit_ranges(ours, theirs, lengths, stream, backup=True)
                 ring.free[slot].record(stream)
             else:
                 stream.wait_event(ring.free[slot])
-                copy_ranges(theirs, ours, lengths, stream)
+                submit_ranges(theirs, ours, lengths, stream, backup=False)
                 ring.full[slot].record(stream)
                 ring.kernels.wait_event(ring.full[slot])
                 self._kernel(which, stream).submit_pages(planes, start, pages, ring.kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import sys
 from types import SimpleNamespace
@@ -177,12 +178,32 @@ def test_check_finds_what_is_wrong(direction):
 
 def test_pages_of_different_sets_do_not_overlap():
     one = case(tokens=32)
-    with Rig.for_cases([one], CPU, 4 << 20) as rig:
+    with Rig.for_cases([one], CPU, 16 << 20) as rig:
         sets = rig.moves(one)
-        assert len(sets) >= 2
+        assert len(sets) >= 6
         for side in ("device_pages", "host_pages"):
             pages = torch.cat([getattr(move, side) for moves in sets for move in moves])
             assert len(pages.unique()) == len(pages) < rig.host.num_pages
+
+
+@pytest.mark.parametrize("order", ["random", "runs"])
+@pytest.mark.parametrize("direction", [Direction.LOAD, Direction.BOTH])
+def test_the_same_pages_are_not_asked_for_twice_in_a_row(order, direction):
+    one = case(tokens=256, order=order, direction=direction)
+    with Rig.for_cases([one], CPU, 1) as rig:
+        sets = rig.moves(one)
+        assert len(sets) >= 6
+        run = 8 if order == "runs" else 1
+        for moves, others in itertools.pairwise(sets):
+            for move, other in zip(moves, others, strict=True):
+                assert not torch.equal(move.host_pages, other.host_pages)
+                assert not torch.equal(move.device_pages, other.device_pages)
+        for moves in sets:
+            for side in ("device_pages", "host_pages"):
+                pages = torch.cat([getattr(move, side) for move in moves])
+                assert len(pages.unique()) == len(pages), "no page is written by two moves"
+                runs = pages.view(-1, run)
+                assert torch.equal(runs - runs[:, :1], torch.arange(run).expand_as(runs))
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
