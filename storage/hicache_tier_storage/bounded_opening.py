@@ -1,21 +1,24 @@
-"""Openings that end by a deadline, of stores whose calls do."""
+"""Openings that end by a deadline, each on a thread of its own."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hicache_tier.errors import InvalidArgumentError
 
 from .bounded import BoundedStore, DeadlineError
-from .bounded_roots import BoundedRoots
 from .calls import Lane
-from .roots import SeveralRoots
+from .pending import Pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
+    from .calls import Call
     from .store import PageStore
 
 OPENING = 4  # deadlines that an opening may take: it may have to look at every page
@@ -31,16 +34,16 @@ def check_deadline(deadline_s: object) -> None:
         )
 
 
-def open_bounded(open_it: Callable[[], PageStore], deadline_s: float | None, name: str) -> PageStore:
-    """Open a store within the time that openings have, and bound its calls.
+def open_bounded(path: Path, open_it: Callable[[], PageStore], deadline_s: float | None) -> PageStore:
+    """Open the store in one directory within the time that openings have, and bound its calls.
 
     Parameters
     ----------
+    path : Path
+        Of the root, for errors.
     open_it : callable
     deadline_s : float, optional
         None: neither is bounded.
-    name : str
-        Of the root, for errors.
 
     Raises
     ------
@@ -49,26 +52,57 @@ def open_bounded(open_it: Callable[[], PageStore], deadline_s: float | None, nam
     """
     if deadline_s is None:
         return open_it()
-    store = _opened(open_it, deadline_s, name)
-    if isinstance(store, SeveralRoots):
-        return BoundedRoots(store, deadline_s)
+    with begun({path: open_it}, OPENING * deadline_s, lambda store: store.close()) as openings:
+        store: PageStore = openings[path].answer()
     return BoundedStore(store, deadline_s)
 
 
-def _opened(open_it: Callable[[], PageStore], deadline_s: float, name: str) -> PageStore:
-    lane = Lane("open", 1)
-    call = lane.start(open_it)
-    lane.close()
-    if call is None:  # no thread can be started
-        return open_it()
-    in_time = False
+@contextmanager
+def begun(
+    works: Mapping[Path, Callable[[], Any]], limit_s: float | None, undo: Callable[[Any], object]
+) -> Iterator[dict[Path, Pending]]:
+    """Begin what is to be done in each directory; what is not answered by the end of the block is left.
+
+    Parameters
+    ----------
+    works : mapping of Path to callable
+    limit_s : float, optional
+        From now on; an answer that is late raises `DeadlineError`. None: nothing is begun, but done on the
+        caller's thread when its answer is asked for.
+    undo : callable
+        Takes what a work returns that was left.
+    """
+    if limit_s is None:
+        yield {path: Pending(None, 0.0, work, _nothing) for path, work in works.items()}
+        return
+    until_s = time.monotonic() + limit_s
+    lane = Lane("open", len(works))
+    calls: list[Call] = []
+    openings: dict[Path, Pending] = {}
+
+    def late(path: Path) -> NoReturn:
+        raise DeadlineError(f"{path} was not opened within {limit_s:g} s: storage hangs.")
+
+    def leave(call: Call) -> None:
+        call.leave(lambda: call.error or undo(call.result))
+
     try:
-        in_time = call.wait(call.started_s + OPENING * deadline_s)
+        for path, work in works.items():
+            call = lane.start(work)
+            calls += [call] if call is not None else []
+            otherwise = partial(late, path) if call is not None else work  # no thread can be started
+            openings[path] = Pending(call, until_s, otherwise, leave)
+        yield openings
+    except Exception:
+        for call in calls:  # so that what they open is given back before the error is told
+            call.wait(until_s)
+        raise
     finally:
-        if not in_time:
-            call.leave(lambda: call.error or call.result.close())
-    if not in_time:
-        raise DeadlineError(f"{name} was not opened within {OPENING * deadline_s:g} s: storage hangs.")
-    lane.join(time.monotonic() + _ENDS_S)
-    store: PageStore = call.outcome()
-    return store
+        lane.close()
+        for opening in openings.values():
+            opening.leave()
+        lane.join(time.monotonic() + _ENDS_S)
+
+
+def _nothing(_: Call) -> None:
+    """Nothing was begun."""

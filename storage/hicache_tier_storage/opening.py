@@ -18,10 +18,9 @@ from .bounded import DEADLINE_S
 from .bounded_opening import check_deadline, open_bounded
 from .encryption import EncryptionKey
 from .identity import Identity
-from .placement import distinct_roots, split_capacity
 from .probe import check_engine, one_of
 from .root_opening import Way, file_limit, open_root
-from .roots import open_roots
+from .roots_opening import open_roots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -110,8 +109,9 @@ def open_store(
         Encrypt pages with AES-256-GCM by this key: the path of a file of 64 hex digits, or `env:NAME` for an
         environment variable that holds them. Keys of pages, times and sizes are not hidden.
     deadline_s : float, optional
-        No call takes longer, whatever storage does (opening: four times as long); see `BoundedStore`. None:
-        calls are made on the caller's thread and take as long as they take.
+        No call takes longer, whatever storage does (opening: four times as long); see `BoundedStore`. Of
+        several roots those that hang are left out. None: calls are made on the caller's thread and take as
+        long as they take.
 
     Raises
     ------
@@ -163,19 +163,15 @@ def open_store(
         Owners.parse(owners),
         key,
     )
-    several = isinstance(root, list | tuple)
-    paths = [_root_path(one) for one in (root if isinstance(root, list | tuple) else (root,))]
-
-    def open_it() -> PageStore:
-        if not several:
-            return open_root(paths[0], way, capacity_bytes, file_limit())
-        roots = distinct_roots(paths)
-        total = None if capacity_bytes is None else parse_capacity(capacity_bytes, roots[0])
-        shares = split_capacity(roots, total)
-        files = max(2, file_limit() // len(roots))
-        return open_roots(roots, lambda path: open_root(path, way, shares[path], files))
-
-    return open_bounded(open_it, deadline_s, ", ".join(map(str, paths)))
+    if not isinstance(root, list | tuple):
+        path = _root_path(root)
+        return open_bounded(path, lambda: open_root(path, way, capacity_bytes, file_limit()), deadline_s)
+    paths = [_root_path(one) for one in root]
+    if not paths:
+        raise InvalidArgumentError("root must name one directory at least, got an empty list.")
+    files = max(2, file_limit() // len(paths))
+    total = None if capacity_bytes is None else parse_capacity(capacity_bytes, paths[0])
+    return open_roots(paths, lambda path, share: open_root(path, way, share, files), total, deadline_s)
 
 
 def _check_options(geometry: KVGeometry, layout: Layout, verify: str) -> None:

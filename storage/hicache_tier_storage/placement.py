@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from bisect import bisect
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+from typing import TYPE_CHECKING, Self
 
 import xxhash
 
@@ -14,7 +16,7 @@ from hicache_tier.errors import HiCacheTierError, InvalidArgumentError
 from .medium import existing_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 _RANGE = 1 << 64
@@ -41,37 +43,50 @@ class Placement:
         return bisect(self._ends, xxhash.xxh3_64_intdigest(key))
 
 
-def distinct_roots(paths: Sequence[Path]) -> list[Path]:
-    """Refuse an empty list, and directories of which one is or contains another.
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Where a directory lies.
+
+    Attributes
+    ----------
+    real : Path
+        Without links.
+    nbytes : int
+        Of its file system; 0 where that cannot be told: opening the root says what is wrong.
+    """
+
+    real: Path
+    nbytes: int
+
+    @classmethod
+    def at(cls, path: Path) -> Self:
+        """Look at a directory, or where it will be."""
+        nbytes = 0
+        with suppress(OSError, HiCacheTierError):
+            nbytes = shutil.disk_usage(existing_parent(path)).total
+        return cls(path.resolve(), nbytes)
+
+
+def refuse_nested(looks: Mapping[Path, Look]) -> None:
+    """Refuse directories of which one is or contains another.
 
     Raises
     ------
     InvalidArgumentError
     """
-    if not paths:
-        raise InvalidArgumentError("root must name one directory at least, got an empty list.")
-    real = [path.resolve() for path in paths]
-    for at, one in enumerate(real):
-        for other in real[at + 1 :]:
-            if one == other or one in other.parents or other in one.parents:
-                raise InvalidArgumentError(f"roots must lie apart, got {one} and {other}.")
-    return list(paths)
+    for one, other in combinations(looks.values(), 2):
+        if one.real.is_relative_to(other.real) or other.real.is_relative_to(one.real):
+            raise InvalidArgumentError(f"roots must lie apart, got {one.real} and {other.real}.")
 
 
-def split_capacity(paths: Sequence[Path], total_nbytes: int | None) -> dict[Path, int | None]:
-    """Share a capacity out by the sizes of the file systems; None: each root's own default."""
+def split_capacity(sizes: Mapping[Path, int], total_nbytes: int | None) -> dict[Path, int | None]:
+    """Share a capacity out by the sizes of the file systems, 0 where one is not known.
+
+    None: each root's own default.
+    """
     if total_nbytes is None:
-        return dict.fromkeys(paths)
-    sizes = [_size(path) for path in paths]
-    known = [size for size in sizes if size]
+        return dict.fromkeys(sizes)
+    known = [size for size in sizes.values() if size]
     middle = sum(known) // len(known) if known else 1
-    sizes = [size or middle for size in sizes]
-    return {path: total_nbytes * size // sum(sizes) for path, size in zip(paths, sizes, strict=True)}
-
-
-def _size(path: Path) -> int:
-    """Return the bytes of a file system, 0 where they cannot be had: opening the root says what is wrong."""
-    try:
-        return shutil.disk_usage(existing_parent(path)).total
-    except (OSError, HiCacheTierError):
-        return 0
+    weights = {path: size or middle for path, size in sizes.items()}
+    return {path: total_nbytes * weight // sum(weights.values()) for path, weight in weights.items()}

@@ -13,15 +13,7 @@ from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hicache_tier.errors import (
-    ClosedError,
-    EncryptionError,
-    EngineUnavailableError,
-    FormatVersionError,
-    InvalidArgumentError,
-    NotAStoreError,
-    StoreError,
-)
+from hicache_tier.errors import ClosedError, EngineUnavailableError, InvalidArgumentError
 
 from .closing import Closer, CloseReport
 from .daemon_pool import DaemonPool
@@ -48,8 +40,8 @@ class SeveralRoots(PageStore):
     """A store over several directories; used like a `PageStore` on one.
 
     A root that fails or is full takes out its own pages: puts to it are refused with a reason, its pages are
-    misses, the others go on. One that cannot be opened is left out with a warning. Pages are evicted least
-    recent first within each root; that leaves go before heads holds among the pages of one root.
+    misses, the others go on. One that cannot be opened, or not in time, is left out with a warning. Pages are
+    evicted least recent first within each root; that leaves go before heads holds among the pages of one root.
 
     Parameters
     ----------
@@ -304,32 +296,3 @@ def _by_key(
     names: list[bytes], verb: Callable[[PageStore, list[bytes]], list[PageStatus]]
 ) -> Callable[[PageStore, list[int]], list[PageStatus]]:
     return lambda store, rows: verb(store, [names[row] for row in rows])
-
-
-def open_roots(paths: Sequence[Path], open_root: Callable[[Path], PageStore]) -> PageStore:
-    """Open the store in every directory; leave out, with a warning, those that do not work.
-
-    Raises
-    ------
-    StoreError
-        Where none of them can be opened, or one holds something else than a store or is of another key.
-    """
-    stores: dict[Path, PageStore] = {}
-    left_out: dict[Path, str] = {}
-    last: StoreError | None = None
-    try:
-        for path in paths:
-            try:
-                stores[path] = open_root(path)
-            except (NotAStoreError, FormatVersionError, EncryptionError):
-                raise
-            except StoreError as error:
-                _LOG.warning("%s is left out of the store: %s", path, error)
-                left_out[path], last = str(error), error
-    except BaseException:
-        for store in stores.values():
-            store.close()
-        raise
-    if last is not None and not stores:
-        raise last
-    return SeveralRoots(stores, left_out)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hicache_tier.testing.faults import Fail, FaultyEngine
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier.testing.store_rig import CAPACITY_NBYTES, StoreRig
 from hicache_tier_storage import open_store
-from hicache_tier_storage.placement import Placement, split_capacity
+from hicache_tier_storage.placement import Look, Placement, split_capacity
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.roots import SeveralRoots
 from hicache_tier_storage.store import PageStore
@@ -228,14 +229,14 @@ def test_the_capacity_is_the_total(rig, keys, tmp_path):
 
 def test_capacity_is_shared_out_by_size(tmp_path, monkeypatch):
     sizes = {"one": 100, "two": 300}
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: type("Usage", (), {"total": sizes.get(path.name, 1)})
-    )
-    paths = [tmp_path / "one", tmp_path / "two"]
-    for path in paths:
-        path.mkdir()
-    assert list(split_capacity(paths, 4000).values()) == [1000, 3000]
-    assert list(split_capacity(paths, None).values()) == [None, None]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=sizes[path.name]))
+    found = {}
+    for name in sizes:
+        (tmp_path / name).mkdir()
+        found[tmp_path / name] = Look.at(tmp_path / name).nbytes
+    assert list(split_capacity(found, 4000).values()) == [1000, 3000]
+    assert list(split_capacity(found, None).values()) == [None, None]
+    assert list(split_capacity({**found, tmp_path: 0}, 6000).values()) == [1000, 3000, 2000], "it hangs"
 
 
 def test_keys_are_spread_by_weight():

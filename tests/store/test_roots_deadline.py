@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 
 from hicache_tier import HostPool
-from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.errors import InvalidArgumentError, NotAStoreError
 from hicache_tier.testing.array_pool import (
     ArrayPool,
     blank_pages,
@@ -19,7 +20,7 @@ from hicache_tier.testing.array_pool import (
 from hicache_tier.testing.device_rig import ALIGNED, BytePool
 from hicache_tier.testing.faults import FaultyEngine, Hang
 from hicache_tier.testing.store_rig import GEOMETRY
-from hicache_tier_storage import bounded, open_store, staging
+from hicache_tier_storage import bounded, open_store, opening, placement, staging
 from hicache_tier_storage.bounded import DeadlineError
 from hicache_tier_storage.bounded_roots import BoundedRoots
 from hicache_tier_storage.posix import PosixEngine
@@ -226,3 +227,83 @@ def test_nothing_is_inherited_that_could_block(rig):
     inherited = {name for name in vars(SeveralRoots) if name[0] != "_"} - vars(BoundedRoots).keys()
     lookups = {"match_prefix", "contains", "follow", "due", "touch", "capacity_nbytes", "closed"}
     assert inherited == lookups | {"stats", "delete", "pin", "unpin", "end_threads"}
+
+
+class Opened:
+    """Roots that open in time but for one, and what it opens in the end."""
+
+    def __init__(self, path, monkeypatch):
+        self.roots = [path / "one", path / "bad", path / "three"]
+        self.go, self.late = threading.Event(), []
+        self._patch = monkeypatch
+
+    def hangs(self, where, name):
+        real = getattr(where, name)
+
+        def slow(path, *arguments):
+            if path != self.roots[1]:
+                return real(path, *arguments)
+            self.go.wait(PATIENCE_S)
+            self.late.append(real(path, *arguments))
+            return self.late[0]
+
+        self._patch.setattr(where, name, slow)
+
+    def open(self, roots=None):
+        options = {"capacity_bytes": "24 MiB", "io_mode": "buffered", "deadline_s": 1.0}
+        return open_store(roots or self.roots, GEOMETRY, "page_first", **options)
+
+
+@pytest.fixture
+def opened(memory_path, monkeypatch):
+    one = Opened(memory_path, monkeypatch)
+    yield one
+    one.go.set()
+
+
+def until(condition):
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("step", ["look", "open"])
+def test_a_root_that_hangs_when_it_is_opened_is_left_out(opened, step, monkeypatch):
+    if step == "look":
+        opened.hangs(placement.Look, "at")
+    else:
+        opened.hangs(opening, "open_root")
+    pool = ArrayPool(GEOMETRY, "page_first", len(KEYS))
+    fill_pages(pool, ROWS, KEYS, GEOMETRY.page_nbytes)
+    with opened.open() as store:
+        assert list(store.stores) == [opened.roots[0], opened.roots[2]]
+        (row,) = [row for row in store.stats()["roots"] if "left_out" in row]
+        assert row["root"] == str(opened.roots[1])
+        assert "storage hangs" in row["left_out"]
+        assert store.capacity_nbytes <= 16 << 20, "its share is not given to the others"
+        assert kinds(store.put(KEYS, pool, ROWS)) == ["stored"] * len(KEYS)
+        assert kinds(store.get(KEYS, pool, ROWS)) == ["loaded"] * len(KEYS)
+        opened.go.set()
+        until(lambda: opened.late)
+        if step == "open":
+            until(lambda: opened.late[0].closed)
+    monkeypatch.undo()
+    with opened.open() as store:
+        assert all(one.stats()["partition"].endswith("-w0/kv") for one in store.stores.values())
+
+
+def test_where_all_roots_hang_there_is_no_store(opened):
+    opened.hangs(opening, "open_root")
+    with pytest.raises(DeadlineError, match="bad was not opened within 3 s: storage hangs"):
+        opened.open(opened.roots[1:2])
+
+
+def test_a_root_that_must_be_refused_leaves_the_others_closed(opened):
+    """Whichever order they are opened in."""
+    opened.roots[0].mkdir()
+    (opened.roots[0] / "thesis.txt").write_text("x")
+    with pytest.raises(NotAStoreError, match="one"):
+        opened.open()
+    with opened.open(opened.roots[1:]) as store:
+        assert all(one.stats()["partition"].endswith("-w0/kv") for one in store.stores.values())
