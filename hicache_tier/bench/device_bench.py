@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from hicache_tier_storage.kvikio_package import use_threads, why_no_kvikio
 from hicache_tier_storage.staging import waited_s
 
 from .errors import BenchError
-from .large_file import THREADS, LargeFile
+from .large_file import LargeFile, use
+from .page_cache import MOST_RESIDENT, resident_share
 from .storage_pages import make_keys
 from .storage_rig import StorageRig
 from .timing import Contestant, Samples, ratio, take_turns
@@ -33,6 +35,13 @@ if TYPE_CHECKING:
     from .storage_cases import StorageShape
 
 _BATCH = 128
+_ONE_FILE = (
+    "one_file_gb_s",
+    "one_file_threads",
+    "ratio_to_one_file",
+    "in_memory_share",
+    "one_file_in_memory_share",
+)
 
 
 def modes_for_devices(engine: str, probed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -54,11 +63,13 @@ def _row(engine: str, mode: str, why: str) -> dict[str, Any]:
 class DeviceBench:
     """Rows of one shape by the device route of one byte engine; see `storage_sources.RowBench`.
 
-    They have besides: `device_mode`, `host_route_gb_s` and `ratio_to_host_route` (backup to a pinned host
-    pool, then put by `posix`; the way back for get), `one_file_gb_s` and `ratio_to_one_file` (kvikio's best
-    on one large file of the same size, None where it is not installed), `staging_share` (of the time, that a
-    call waited for the device beside its I/O), and `submit_us_per_page` (what a put or get of 128 pages costs
-    where the engine moves nothing).
+    They have besides: `device_mode`; `host_route_gb_s` and `ratio_to_host_route` (backup to a pinned host pool,
+    then put by `posix`; the way back for get); `one_file_gb_s`, `one_file_threads` and `ratio_to_one_file`
+    (kvikio's best on one large file of the same size, None where it is not installed); `in_memory_share` and
+    `one_file_in_memory_share` (of the bytes, that the page cache holds afterwards: where one goes through it
+    and the other does not, there is no ratio); `staging_share` (of the time, that a call waited for the device
+    while none of its I/O was under way); and `submit_us_per_page` (what a put or get of 128 pages costs where
+    the engine moves nothing).
 
     Parameters
     ----------
@@ -132,14 +143,17 @@ class DeviceBench:
         large = self._large_file()
         try:
             if large is not None:
-                put.append(Contestant("one file", rig.settled(large.write, [large.path]), large.ready))
-                get.append(Contestant("one file", large.read, _both(large.ready, [large.path], rig)))
+                file = [large.path]
+                ready = partial(use, large.write_threads)
+                put.append(Contestant("one file", rig.settled(large.write, file), ready))
+                ready = partial(use, large.read_threads)
+                get.append(Contestant("one file", large.read, _both(ready, file, rig)))
             found = []
             for direction, contestants in (("put", put), ("get", get)):
                 waits.clear()
                 samples = take_turns(contestants, repeats)
                 share = sum(waits[1:]) / sum(samples["device"].wall)
-                found.append(self._row(direction, samples, share))
+                found.append(self._row(direction, samples, share) | self._against(large, direction, samples))
         finally:
             bare.close()
             if large is not None:
@@ -205,32 +219,36 @@ class DeviceBench:
             raise BenchError(f"{self._name}: put or get failed: {stats['put']}, {stats['get']}")
 
     def _large_file(self) -> LargeFile | None:
-        """Return one file with the number of threads that kvikio reads fastest with, if it can be had."""
+        """Return one file, and as many threads as kvikio is fastest with, if it can be had."""
         if why_no_kvikio():
             return None
-        memory = torch.empty(self._shape.case.nbytes, dtype=torch.uint8, device="cuda:0")
+        memory = torch.empty(self._shape.case.nbytes, dtype=torch.uint8, device=self._device.device)
         memory.random_(0, 256)
         torch.cuda.synchronize()
-        times: dict[int, float] = {}
-        path = self._rig.folder / "one-file"
-        for threads in THREADS:
-            large = LargeFile(path, memory, threads)
-            large.ready()
-            large.write()
-            turns = []
-            for _ in range(3):
-                self._rig.drop([path])
-                start = time.perf_counter()
-                large.read()
-                turns.append(time.perf_counter() - start)
-            times[threads] = median(turns)
-            large.close()
-        return LargeFile(path, memory, min(times, key=lambda threads: times[threads]))
+        large = LargeFile(self._rig.folder / "one-file", memory)
+        large.tune(self._rig.dropping([large.path]))
+        return large
+
+    def _against(
+        self, large: LargeFile | None, direction: str, samples: dict[str, Samples]
+    ) -> dict[str, Any]:
+        """Return how this route stands to kvikio's on one large file."""
+        if large is None:
+            return dict.fromkeys(_ONE_FILE)
+        ours, one = samples["device"], samples["one file"]
+        shares = resident_share(self._slabs("device")), resident_share([large.path])
+        alike = (shares[0] > MOST_RESIDENT) == (shares[1] > MOST_RESIDENT)
+        values = (
+            self._shape.case.nbytes / one.seconds / 1e9,
+            large.write_threads if direction == "put" else large.read_threads,
+            ratio(ours.wall, one.wall) if alike else None,
+            *shares,
+        )
+        return dict(zip(_ONE_FILE, values, strict=True))
 
     def _row(self, direction: str, samples: dict[str, Samples], share: float) -> dict[str, Any]:
         ours, bare, host = samples["device"], samples["bare"], samples["host"]
         count, nbytes = self._shape.case.pages, self._shape.case.nbytes
-        one = samples.get("one file")
         return {
             "engine": self._name,
             "direction": direction,
@@ -245,8 +263,6 @@ class DeviceBench:
             "device_mode": self._store.stats()["device_mode"],
             "host_route_gb_s": nbytes / host.seconds / 1e9,
             "ratio_to_host_route": ratio(ours.wall, host.wall),
-            "one_file_gb_s": nbytes / one.seconds / 1e9 if one else None,
-            "ratio_to_one_file": ratio(ours.wall, one.wall) if one else None,
             "staging_share": share,
             "submit_us_per_page": self._submit_us(direction),
         }

@@ -41,18 +41,18 @@ class CuFile:
     calls: ClassVar[list[tuple[int, int]]] = []
     _pool = ThreadPoolExecutor(2)
 
-    def __init__(self, path: str, flags: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], flags: str) -> None:
         self._fd = os.open(path, {"r": os.O_RDONLY, "r+": os.O_RDWR}[flags])
 
     def fileno(self) -> int:
         """Return the descriptor."""
         return self._fd
 
-    def pread(self, memory: Any, file_offset: int) -> IOFuture:  # noqa: ANN401 - has an array interface
+    def pread(self, memory: Any, file_offset: int = 0) -> IOFuture:  # noqa: ANN401 - has an array interface
         """Begin to read."""
         return self._submit(os.preadv, memory, file_offset)
 
-    def pwrite(self, memory: Any, file_offset: int) -> IOFuture:  # noqa: ANN401 - has an array interface
+    def pwrite(self, memory: Any, file_offset: int = 0) -> IOFuture:  # noqa: ANN401 - has an array interface
         """Begin to write."""
         return self._submit(os.pwritev, memory, file_offset)
 

@@ -145,7 +145,7 @@ class Move(ABC):
             if self.ring.usable:
                 self.fill(filled, stop)
                 self._sum(filled, stop)
-                self.ring.wait(self.ring.mark())
+                self._wait()
                 self._take_sums(filled, stop)
             for first in range(filled, stop, self.step):
                 self._start(first, min(first + self.step, stop))
@@ -229,10 +229,16 @@ class Move(ABC):
         try:
             for first, last in good_runs(self._reasons, start, stop):
                 self.empty(first, last)
-            self.ring.wait(self.ring.mark())
+            self._wait()
         finally:
             if lease is not None:
                 lease.leave()
+
+    def _wait(self) -> None:
+        """Wait for the device; where I/O was under way all the while, that cost nothing."""
+        spent = self.ring.wait(self.ring.mark())
+        if not self._flights or self._flights[-1][1].done():
+            self.ring.waited_s += spent
 
     # -- checksums ---------------------------------------------------------------------------------------
 

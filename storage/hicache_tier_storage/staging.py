@@ -95,7 +95,7 @@ class Ring:
     usable : bool
         Whether it may be lent again.
     waited_s : float
-        Seconds that calls waited for the device: what staging costs beside the I/O.
+        Seconds that calls waited for the device while none of their I/O was under way: what staging costs.
     """
 
     def __init__(self, kind: RingKind) -> None:
@@ -195,10 +195,16 @@ class Ring:
         event.record(self.stream)
         return event
 
-    def wait(self, mark: torch.cuda.Event | None) -> None:
-        """Wait for the device; raises `StagingError`, and gives the ring up, where it does not get there."""
+    def wait(self, mark: torch.cuda.Event | None) -> float:
+        """Wait for the device; return the seconds.
+
+        Raises
+        ------
+        StagingError
+            Where it does not get there; the ring is given up.
+        """
         if mark is None:
-            return
+            return 0.0
         start = time.monotonic()
         spent = 0.0
         while not mark.query():  # type: ignore[no-untyped-call]
@@ -208,7 +214,7 @@ class Ring:
                 raise StagingError(f"device_timeout: the device did not answer within {_DEADLINE_S:.0f} s")
             if spent > _SPIN_S:
                 time.sleep(_PAUSE_S)
-        self.waited_s += spent
+        return spent
 
 
 def _memory(nbytes: int, kind: RingKind) -> torch.Tensor:
@@ -295,7 +301,7 @@ _RINGS_OF_PROCESS = _Rings()
 
 
 def waited_s() -> float:
-    """Return the seconds that all calls of this process waited for devices, beside the I/O."""
+    """Return the seconds that calls of this process waited for devices, with no I/O of theirs under way."""
     return _RINGS_OF_PROCESS.waited_s
 
 
@@ -316,7 +322,7 @@ def lent_ring(kind: RingKind, lease: Lease | None = None) -> Iterator[Ring]:
     finally:
         try:
             if ring.usable:
-                ring.wait(ring.mark())
+                ring.waited_s += ring.wait(ring.mark())
         except BaseException:
             ring.usable = False
             raise

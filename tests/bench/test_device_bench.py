@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from hicache_tier.bench import device_bench
+from hicache_tier.bench import device_bench, large_file
 from hicache_tier.bench.device_bench import DeviceBench, modes_for_devices
 from hicache_tier.bench.errors import BenchError
 from hicache_tier.bench.page_cache import Cache
 from hicache_tier.bench.storage_cases import StorageCase, StorageShape
 from hicache_tier.bench.storage_report import sheets
 from hicache_tier.device_pool import DevicePool
+from hicache_tier.testing.kvikio_stand_in import CuFile
 
 CASE = StorageCase(8, 64 << 10)
 
@@ -48,6 +51,27 @@ def test_rows(tmp_path, pretended):
     added = {"above_link": False, "ratio_to_posix": None}
     result = {"rows": [row | added for row in rows], "peers": [], "host": {}}
     assert "GPU memory" in sheets(result)[-1].title
+
+
+def test_against_one_large_file(tmp_path, pretended, monkeypatch):
+    used = []
+    defaults = SimpleNamespace(set=lambda name, threads: used.append((name, threads)))
+    kvikio = SimpleNamespace(CuFile=CuFile, defaults=defaults)
+    monkeypatch.setattr(large_file, "kvikio_module", lambda: kvikio)
+    for module in (large_file, device_bench):
+        monkeypatch.setattr(module, "why_no_kvikio", str)
+    ours = bench(tmp_path)
+    rows = ours.rows(3)
+    for row in rows:
+        assert row["one_file_gb_s"] > 0
+        assert row["ratio_to_one_file"] > 0
+        assert row["one_file_threads"] in large_file.THREADS
+        assert row["in_memory_share"] == row["one_file_in_memory_share"] == 1
+    assert used[-1] == ("num_threads", rows[1]["one_file_threads"])
+    monkeypatch.setattr(device_bench, "resident_share", lambda paths: float(paths[0].name == "one-file"))
+    assert [row["ratio_to_one_file"] for row in ours.rows(1)] == [None, None]
+    ours.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_bytes_are_no_result(tmp_path, pretended, monkeypatch):

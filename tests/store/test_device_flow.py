@@ -268,6 +268,21 @@ def test_as_much_is_under_way_as_the_ring_has_room_for(memory_path, monkeypatch,
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])
+def test_waits_for_the_device_beside_io_are_no_cost_of_staging(memory_path, monkeypatch, verb):
+    """Those before the first step and after the last are, and the one at the end of the call."""
+    short_steps(monkeypatch, 4)
+    engine, device, keys = Patient(), BytePool(ALIGNED, "page_first", 16), keys_of("waits", 16)
+    with open_store(memory_path, ALIGNED, "page_first", capacity_bytes="16 MiB", engine=engine) as store:
+        if verb == "get":
+            assert all(store.put(keys, device, range(16)))
+        before = staging.waited_s()
+        monkeypatch.setattr(staging.Ring, "wait", lambda ring, mark: 1.0)
+        assert all(getattr(store, verb)(keys, device, range(16)))
+        assert staging.waited_s() - before == 2
+    engine.close()
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
 def test_an_interrupted_call_leaves_nothing_under_way(memory_path, monkeypatch, verb):
     short_steps(monkeypatch, 4)
     engine, device, keys = Patient(), BytePool(ALIGNED, "page_first", 32), keys_of("interrupted", 16)

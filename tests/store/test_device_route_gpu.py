@@ -11,14 +11,14 @@ import threading
 import pytest
 import torch
 
-from hicache_tier import open_store
+from hicache_tier import DevicePool, KVGeometry, open_store
 from hicache_tier.errors import EngineUnavailableError
 from hicache_tier.layout import Layout
 from hicache_tier.testing.array_pool import ArrayPool, blank_pages, fill_pages, keys_of, pages_equal
 from hicache_tier.testing.device_rig import ALIGNED, GEOMETRIES, BytePool, GpuMemory
 from hicache_tier.testing.engine import Bench, ByteEngineSuite
 from hicache_tier.testing.store import PageStoreSuite
-from hicache_tier_storage import device_payload, staging
+from hicache_tier_storage import device_payload, kvikio_engine, nixl_device, staging
 from hicache_tier_storage.accelerators import device_findings
 from hicache_tier_storage.kvikio_engine import KvikioEngine
 from hicache_tier_storage.nixl_engine import NixlEngine
@@ -204,6 +204,64 @@ def test_a_short_file_fails_its_pages_alone(tmp_path, monkeypatch, engine):
     assert all(target.page(page) == memory.page(page) for page in range(10))
     made.close()
     bench.close()
+
+
+CALLS = {"kvikio": (kvikio_engine, "_DEVICE_TASK_NBYTES"), "nixl": (nixl_device, "_TASK_NBYTES")}
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_neighbouring_slots_move_in_one_call(tmp_path, monkeypatch, engine):
+    """Pages of 24 KiB, put in one batch, leave and come back in calls of up to 2 MiB."""
+    check(engine, tmp_path)
+    module, name = CALLS[engine]
+    count, nbytes, keys = 512, ALIGNED.page_nbytes, keys_of("run", 512)
+    a_call = getattr(module, name) // nbytes
+    calls, real = [], module.describe
+
+    def describe(*arguments):
+        found = real(*arguments)
+        calls.extend((found.files[:, 1] // nbytes).tolist())
+        return found
+
+    monkeypatch.setattr(module, "describe", describe)
+    device = BytePool(ALIGNED, "page_first", 2 * count, "cuda:0")
+    fill_pages(device, range(count), keys, nbytes)
+    options = {"capacity_bytes": "1 GiB", "verify": "always", "engine": engine}
+    with open_store(tmp_path / "root", ALIGNED, "page_first", **options) as store:
+        for move, at in ((store.put, range(count)), (store.get, range(count, 2 * count))):
+            calls.clear()
+            assert all(move(keys, device, at))
+            assert sum(calls) == count
+            # Steps of 8 MiB, each in calls as long as may be
+            assert len(calls) <= -(-count // a_call) + -(-count * nbytes // (8 << 20))
+        assert all(pages_equal(device, range(count, 2 * count), keys, nbytes))
+        apart = [key for number, key in enumerate(keys) if number % 3]
+        calls.clear()
+        assert all(store.get(apart, device, range(len(apart))))
+        assert set(calls) <= {1, 2}
+        assert all(pages_equal(device, range(len(apart)), apart, nbytes))
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_a_ring_that_comes_round_many_times(tmp_path, engine):
+    """Four times as many bytes as a ring holds, forwards and in another order, with checksums."""
+    check(engine, tmp_path)
+    geometry = KVGeometry.mha(num_layers=16, num_kv_heads=4, head_dim=128, dtype="bfloat16", page_tokens=32)
+    assert geometry.page_nbytes == 1 << 20
+    count, keys = 256, keys_of("round", 256)
+    device = DevicePool.empty(geometry, 2 * count, "cuda:0")
+    for part in (part for pair in device.layers for part in pair):
+        raw = part.view(torch.uint8)
+        raw[: len(raw) // 2].random_(0, 256)
+        raw[len(raw) // 2 :].zero_()
+    options = {"capacity_bytes": "1 GiB", "verify": "always", "engine": engine}
+    order = torch.randperm(count).tolist()
+    with open_store(tmp_path / "root", geometry, "page_first", **options) as store:
+        assert all(store.put(keys, device, range(count)))
+        assert all(store.get([keys[at] for at in order], device, [count + at for at in order]))
+    for part in (part for pair in device.layers for part in pair):
+        raw = part.view(torch.uint8)
+        assert torch.equal(raw[: len(raw) // 2], raw[len(raw) // 2 :])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
