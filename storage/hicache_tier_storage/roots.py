@@ -41,7 +41,7 @@ class SeveralRoots(PageStore):
 
     A root that fails or is full takes out its own pages: puts to it are refused with a reason, its pages are
     misses, the others go on. One that cannot be opened, or not in time, is left out with a warning. Pages are
-    evicted least recent first within each root; that leaves go before heads holds among the pages of one root.
+    evicted least recent first within each root; that leaves go before heads holds among pages of one root.
 
     Parameters
     ----------

@@ -28,18 +28,26 @@ from hicache_tier_storage.archive import (
 )
 
 
-def test_a_stopped_export_goes_on(shop, tmp_path, small_shards, monkeypatch):
+@pytest.mark.parametrize(
+    ("stop", "told", "match"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ArchiveError, "No space left.*goes on"),
+    ],
+    ids=["interrupt", "full_disk"],
+)
+def test_a_stopped_export_goes_on(shop, tmp_path, small_shards, monkeypatch, stop, told, match):
     root, keys = shop.fill(keys=keys_of("k", 41))
     calls = []
 
     def fill(*args, **options):
         calls.append(1)
         if len(calls) == 7:
-            raise KeyboardInterrupt
+            raise stop
         return filling.fill(*args, **options)
 
     monkeypatch.setattr(exporting, "fill", fill)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(told, match=match):
         export_archive(root, tmp_path / "archive", threads=1)
     assert not (tmp_path / "archive").exists()
     with pytest.raises(NotAnArchiveError):
@@ -157,25 +165,6 @@ def test_two_exports_to_one_place(shop, tmp_path, small_shards, monkeypatch):
     go.set()
     first.join(10)
     assert len(shop.archived(tmp_path / "archive")) == 20
-
-
-def test_a_full_disk_is_told_and_the_export_goes_on_later(shop, tmp_path, small_shards, monkeypatch):
-    root, keys = shop.fill(keys=keys_of("k", 41))
-    calls = []
-
-    def fill(*args, **options):
-        calls.append(1)
-        if len(calls) == 7:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return filling.fill(*args, **options)
-
-    monkeypatch.setattr(exporting, "fill", fill)
-    with pytest.raises(ArchiveError, match=r"No space left.*goes on"):
-        export_archive(root, tmp_path / "archive", threads=1)
-    monkeypatch.undo()
-    monkeypatch.setattr(exporting, "shard_pages", lambda _: 4)
-    assert export_archive(root, tmp_path / "archive").resumed_pages > 0
-    assert shop.keys_in(tmp_path / "archive") == {*keys}
 
 
 def test_a_process_that_dies_is_told(shop, tmp_path, monkeypatch):
