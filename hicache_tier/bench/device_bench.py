@@ -63,13 +63,13 @@ def _row(engine: str, mode: str, why: str) -> dict[str, Any]:
 class DeviceBench:
     """Rows of one shape by the device route of one byte engine; see `storage_sources.RowBench`.
 
-    They have besides: `device_mode`; `host_route_gb_s` and `ratio_to_host_route` (backup to a pinned host pool,
-    then put by `posix`; the way back for get); `one_file_gb_s`, `one_file_threads` and `ratio_to_one_file`
-    (kvikio's best on one large file of the same size, None where it is not installed); `in_memory_share` and
-    `one_file_in_memory_share` (of the bytes, that the page cache holds afterwards: where one goes through it
-    and the other does not, there is no ratio); `staging_share` (of the time, that a call waited for the device
-    while none of its I/O was under way); and `submit_us_per_page` (what a put or get of 128 pages costs where
-    the engine moves nothing).
+    They have besides: `device_mode`; `host_route_gb_s` and `ratio_to_host_route` (backup to a pinned host
+    pool, then put by `posix`; the way back for get); `one_file_gb_s`, `one_file_threads` and
+    `ratio_to_one_file` (kvikio's best on one large file of the same size, None where it is not installed);
+    `in_memory_share` and `one_file_in_memory_share` (of the bytes, what the page cache holds afterwards: if
+    one goes through it and the other does not, there is no ratio); `staging_share` (of the time, that a call
+    waited for the device while none of its I/O was under way); and `submit_us_per_page` (what a put or get
+    of 128 pages costs where the engine moves nothing).
 
     Parameters
     ----------
