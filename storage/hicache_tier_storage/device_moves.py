@@ -201,7 +201,7 @@ class Move(ABC):
 
     def _answer(self, flight: Flight) -> list[str]:
         reasons = flight.result()
-        if any(reason.startswith("timeout") for reason in reasons):
+        if any(reasons) and any(reason.startswith("timeout") for reason in reasons):
             self.ring.usable = False  # bytes may still be under way in it
         return reasons
 
