@@ -39,4 +39,4 @@ def machine_capabilities(device: torch.device, *, pinned: bool = True) -> Capabi
         return Capabilities(offers, offers, offers)
     found = {name: Offer(name, engine.available(device)) for name, engine in engines().items()}
     kernels = tuple(found[name] for name in ("cuda", "staged"))
-    return Capabilities(kernels, kernels, (found["copy_engine"],))
+    return Capabilities(kernels, kernels, (found["copy_engine"], found["staged"]))

@@ -42,7 +42,7 @@ class Capabilities:
     Attributes
     ----------
     kernel, one_layer_kernel, direct : tuple[Offer, ...]
-        Engines for copies of all layers at once, of one layer, and by copies without a kernel.
+        Engines for copies of all layers at once by a kernel, of one layer, and by the copy engines.
     """
 
     kernel: tuple[Offer, ...]
@@ -255,7 +255,7 @@ def engine_paths(path: Path, io_backend: str, capabilities: Capabilities) -> dic
             continue
         for offer in capabilities.offers(need):
             if offer.support:
-                found[offer.engine] = replace(path, io_backend=name, engine=offer.engine)
+                found.setdefault(offer.engine, replace(path, io_backend=name, engine=offer.engine))
     return found
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROWS = (256, 576, 2048)
 PAGES = (1, 16, 64)
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-_LAYERS = 16
+_LAYERS = 64
 _SHORT_TOKENS = 256
 _LONGER_NBYTES = (64 << 20, 384 << 20)
 """What a few thousand tokens have, and 8K tokens of most models; what an engine costs once shows in neither
@@ -40,7 +40,7 @@ _HOPELESS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Pools to measure in: one component of sixteen layers, rows of so many bytes."""
+    """Pools to measure in: one component of as many layers as models have, rows of so many bytes."""
 
     row_nbytes: int
     page_tokens: int

@@ -1,7 +1,8 @@
 """Which engine takes a plan: from measurements, of this machine where there are any, else of an H200.
 
-A measurement says what share of a contiguous copy each engine reached for one kind of transfer. The nearest
-one decides; among engines that come close to the best, the one that costs a busy device least is taken.
+A measurement says what share of a contiguous copy each engine reached for so many bytes of one kind of
+transfer. Those of the nearest kind decide: what a transfer costs lies on lines between them. Among engines
+that come close to the best, the one that costs a busy device least is taken.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ reads host memory keeps 0.7 of it and costs 4 to 5 %, and one that writes it 0.5
 (H200, bf16 products of 8192^3), so a little is worth giving up for them."""
 LONG_NBYTES = 64 << 10
 """Fragments this long fill the link; whether pages follow one another need not be looked at."""
-_FAR = 3.0
+_FAR = 2.5
 """Distance, in powers of two, beyond which a measurement says nothing."""
 
 
@@ -71,6 +72,11 @@ class PlanFacts:
     count: int
     window_nbytes: int = 0
     on_device: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return self.fragment_nbytes * self.count
 
     @classmethod
     def of(cls, plan: CopyPlan, maps: tuple[RowMap, RowMap] | None = None) -> Self:
@@ -128,14 +134,23 @@ class Measurement:
     window_nbytes: int
     ratios: Mapping[str, float]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that moved."""
+        return self.fragment_nbytes * self.count
+
+    @property
+    def kind(self) -> tuple[str, int, int]:
+        """What measurements of more and fewer bytes have in common."""
+        return self.direction, self.fragment_nbytes, self.window_nbytes
+
     def distance(self, facts: PlanFacts) -> float:
-        """Return how far off the facts are, in powers of two; infinite where they do not compare."""
+        """Return how far off the kind is, in powers of two; infinite where the two do not compare."""
         if self.direction != facts.direction or bool(self.window_nbytes) != bool(facts.window_nbytes):
             return float("inf")
         return (
             abs(log2(self.fragment_nbytes / facts.fragment_nbytes))
             + abs(log2(max(1, self.window_nbytes) / max(1, facts.window_nbytes))) / 4
-            + abs(log2(self.count / facts.count)) / 2
         )
 
 
@@ -198,12 +213,45 @@ class CalibrationTable:
         table_for.cache_clear()
         return entry
 
-    def nearest(self, facts: PlanFacts, engines: Iterable[str]) -> Measurement | None:
-        """Return the measurement of any of these engines that is nearest, within reason."""
+    def expect(self, facts: PlanFacts, engines: Iterable[str]) -> Expectation | None:
+        """Return what is to be expected of some engines; None where nothing like it was measured."""
         wanted = set(engines)
         rows = [row for row in self.measurements if wanted & set(row.ratios)]
         best = min(rows, key=lambda row: row.distance(facts), default=None)
-        return best if best is not None and best.distance(facts) <= _FAR else None
+        if best is None or best.distance(facts) > _FAR:
+            return None
+        alike = sorted((row for row in rows if row.kind == best.kind), key=lambda row: row.nbytes)
+        ratios = {
+            name: _ratio([row for row in alike if row.ratios.get(name)], name, facts.nbytes)
+            for name in sorted({name for row in alike for name in row.ratios} & wanted)
+        }
+        return Expectation(best.fragment_nbytes, ratios)
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What engines are expected to reach, by measurements with fragments of so many bytes."""
+
+    fragment_nbytes: int
+    ratios: Mapping[str, float]
+
+
+def _ratio(rows: Sequence[Measurement], engine: str, nbytes: int) -> float:
+    """Return the share of a contiguous copy for so many bytes, from measurements in ascending order.
+
+    Costs are counted in bytes that a contiguous copy would have moved meanwhile. They lie on lines between
+    measurements; fewer bytes than were measured cost as much as the fewest, more go on along the last line.
+    """
+    if not rows:
+        return 0.0
+    sizes = [row.nbytes for row in rows]
+    costs = [row.nbytes / row.ratios[engine] for row in rows]
+    cost = float(np.interp(nbytes, sizes, costs))
+    if nbytes > sizes[-1]:
+        steady = len(rows) > 1 and sizes[-1] > sizes[-2]
+        slope = (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]) if steady else costs[-1] / sizes[-1]
+        cost = costs[-1] + max(slope, 1.0) * (nbytes - sizes[-1])
+    return nbytes / cost
 
 
 def table_path(device: str, folder: Path | None = None) -> Path:
@@ -237,16 +285,16 @@ def choose(facts: PlanFacts, usable: Sequence[str], table: CalibrationTable) -> 
         return Choice(order[0], "the one engine that can run it")
     if facts.on_device and "cuda" in order:
         return Choice("cuda", "page numbers are on the device, where a kernel reads them without waiting")
-    found = table.nearest(facts, order)
+    found = table.expect(facts, order)
     if found is None:
         return _by_rule(facts, order)
-    known = {name: ratio for name, ratio in found.ratios.items() if name in order}
+    known = found.ratios
     best = max(known.values())
     taken = next(name for name in order if known.get(name, 0.0) >= best * (1 - CLOSE))
     ratios = ", ".join(f"{name} {known[name]:.2f}" for name in sorted(known, key=known.__getitem__)[::-1])
     return Choice(
         taken,
-        f"{ratios} of a contiguous copy, measured on {table.device} with fragments of "
+        f"{ratios} of a contiguous copy, as measured on {table.device} with fragments of "
         f"{found.fragment_nbytes} bytes; {taken} costs a busy device least of those within {CLOSE:.0%}",
     )
 

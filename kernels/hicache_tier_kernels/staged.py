@@ -50,8 +50,11 @@ LEAST_NBYTES = 2 << 20
 LEAST_STEPS = 4
 _STEP_S = 40e-6
 """What one slot's DMA call, launch and events cost the thread that submits."""
-GRID = Grid(64, 1024, 4)
-"""Of the rearranging kernel: it is short, so it may take many multiprocessors."""
+GRID = Grid(132, 1024, 4)
+"""Of the rearranging kernel: a block for each multiprocessor of an H200.
+
+It is short, and the shorter it holds each of them, the less a product that runs beside it waits for its last
+block: 0.05 slower than beside a bare copy, 0.08 with 64 blocks of this size or with 32."""
 
 
 @dataclass(frozen=True, slots=True)

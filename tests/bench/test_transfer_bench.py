@@ -407,5 +407,5 @@ def test_calibration_samples_are_few_and_make_pools():
     found = samples()
     assert 10 < len(found) < 40
     assert {sample.geometry.page_nbytes for sample in found if sample.page_tokens == 1} == {
-        16 * 256, 16 * 576, 16 * 2048
+        64 * 256, 64 * 576, 64 * 2048
     }  # fmt: skip

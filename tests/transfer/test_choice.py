@@ -67,6 +67,43 @@ def test_rules_where_nothing_like_it_was_measured(facts, usable, expected):
     assert choice.reason
 
 
+MIB = 1 << 20
+SIZES = CalibrationTable(
+    "Test Device",
+    (
+        # The staged engine costs 2 MiB more to begin with, and moves a byte for less.
+        row("load", 256, 512 * KIB, 4 * MIB // 256, cuda=0.80, staged=4 / 7),
+        row("load", 256, 512 * KIB, 64 * MIB // 256, cuda=0.88, staged=64 / 68),
+        row("load", 256, 64 * KIB, 64 * MIB // 256, cuda=0.88),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("mib", "cuda", "staged"),
+    [
+        (4, 0.80, 4 / 7),
+        (64, 0.88, 64 / 68),
+        (34, 34 / ((5 + 64 / 0.88) / 2), 34 / ((7 + 68) / 2)),  # costs half way between those measured
+        (1, 1 / 5, 1 / 7),  # the start is paid by the fewest bytes too
+        (6400, 6400 / (64 / 0.88 + 6336 * (64 / 0.88 - 5) / 60), 6400 / (68 + 6336 * 61 / 60)),
+    ],
+)
+def test_what_is_expected_lies_on_lines_between_measurements(mib, cuda, staged):
+    facts = PlanFacts("load", 256, mib * MIB // 256, 512 * KIB)
+    found = SIZES.expect(facts, EVERY)
+    assert found.fragment_nbytes == 256
+    assert found.ratios == pytest.approx({"cuda": cuda, "staged": staged})
+    assert choose(facts, ("cuda", "staged"), SIZES).engine == ("staged" if staged > cuda * 0.95 else "cuda")
+
+
+def test_what_was_measured_once_is_expected_for_all_sizes():
+    found = SIZES.expect(PlanFacts("load", 256, 999 * MIB // 256, 64 * KIB), ["cuda"])
+    assert found.ratios == pytest.approx({"cuda": 0.88})
+    assert SIZES.expect(PlanFacts("backup", 256, 1000, 64 * KIB), ["cuda"]) is None
+    assert SIZES.expect(PlanFacts("load", 256, 1000, 64 * KIB), ["copy_engine"]) is None
+
+
 def test_page_numbers_on_the_device_are_read_by_a_kernel():
     choice = choose(PlanFacts("load", 128 * KIB, 1000, 0, on_device=True), EVERY, TABLE)
     assert choice.engine == "cuda"
