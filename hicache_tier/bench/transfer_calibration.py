@@ -34,7 +34,7 @@ _LONGER_NBYTES = (64 << 20, 384 << 20)
 as it does in 256 tokens."""
 _REPEATS = 5
 _BUFFER_NBYTES = 384 << 20
-_HOPELESS = 0.01
+_HOPELESS = 0.05
 """Ratio of a short transfer below which a long one is not worth its time, where another engine did better."""
 
 
