@@ -46,7 +46,10 @@ _LAST_WAIT_S = 10.0
 _REAP_S = 4e-3
 
 _PATIENCE_S = 30e-6
-"""What submitting one layer may cost the caller of an engine that is not cheap."""
+"""What submitting one layer may cost the caller of an engine that is not cheap, by the engine's estimate.
+
+By a clock, a slow moment would hand over what little there is to a thread that must wake up first, which takes
+milliseconds on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,8 @@ class Lane:
         """Begin a transfer behind all that the caller's current stream has been given so far.
 
         The caller's thread submits what costs little: all of it where the engine is cheap, else as much as
-        `patience` allows while nothing else is queued, so that the device need not wait for a thread to wake
-        up. What goes wrong there is raised here, and by the completion in any case.
+        its patience allows while nothing else is queued, so that the device need not wait for a thread to
+        wake up. What goes wrong there is raised here, and by the completion in any case.
         """
         begin = new_event()
         begin.record(torch.cuda.current_stream(self.device))
@@ -111,7 +114,7 @@ class Lane:
             self._submitter.put(partial(self._submit_quietly, submission))
         else:
             patience = _PATIENCE_S * len(job.completion.layers)
-            if not self._submit(submission, time.perf_counter() + patience):
+            if not self._submit(submission, patience):
                 self._submitter.put(partial(self._submit_quietly, submission))
 
     def _submit_quietly(self, submission: _Submission) -> None:
@@ -119,15 +122,15 @@ class Lane:
             self.streams[0].query()  # of CUDA's runtime: gives this thread the context that the driver wants
             self._submit(submission, None)
 
-    def _submit(self, submission: _Submission, until: float | None) -> bool:
-        """Submit until that time, or to the end; returns whether it came to the end."""
+    def _submit(self, submission: _Submission, seconds: float | None) -> bool:
+        """Submit what takes so long, or all; returns whether it came to the end."""
         completion = submission.job.completion
         try:
             if torch.cuda.current_device() == self.device.index:  # entering a device costs, cold, 50 us
-                done = submission.run(until)
+                done = submission.run(seconds)
             else:
                 with torch.cuda.device(self.device):
-                    done = submission.run(until)
+                    done = submission.run(seconds)
         except BaseException as error:
             self._abandon(completion, error)
             raise
@@ -154,8 +157,8 @@ class _Submission:
         self._at = 0
         self._under_way: deque[tuple[torch.cuda.Event, float]] = deque()
 
-    def run(self, until: float | None) -> bool:
-        """Submit steps while their cost fits before `until`; returns whether all are submitted."""
+    def run(self, patience: float | None) -> bool:
+        """Submit steps while they cost less than `patience` seconds; returns whether all are submitted."""
         if self._begin is not None:
             self._open(self._begin)
             self._begin = None
@@ -165,10 +168,12 @@ class _Submission:
             layers, planes = steps[self._at]
             if not cheap:
                 seconds = prepared.seconds(planes)
-                if until is None:
+                if patience is None:
                     self._await_room(seconds)
-                elif time.perf_counter() + seconds > until:
+                elif seconds > patience:
                     return False
+                else:
+                    patience -= seconds
             stream = streams[self._at % len(streams)]
             prepared.submit(planes, stream)
             arrival = new_event()

@@ -41,6 +41,11 @@ CLOSE = 0.06
 On a busy one the DMA units keep the whole link and slow products down by 0 to 3 %, where a kernel that
 reads host memory keeps 0.7 of it and costs 4 to 5 %, and one that writes it 0.5 at 4 % or 0.9 at 70 %
 (H200, bf16 products of 8192^3), so a little is worth giving up for them."""
+STEADY_NBYTES = 128 << 10
+"""Below, a DMA range takes the link less than the 1 to 2 us that it may cost the threads which submit it.
+
+How fast the copy engine is then depends on how busy the machine's cores are (0.97 and 0.7 of a contiguous copy
+for 64 KiB on two H200 machines of one kind), so it is taken only where it measured best."""
 LONG_NBYTES = 64 << 10
 """Fragments this long fill the link; whether pages follow one another need not be looked at."""
 _FAR = 2.5
@@ -240,17 +245,14 @@ def _ratio(rows: Sequence[Measurement], engine: str, nbytes: int) -> float:
     """Return the share of a contiguous copy for so many bytes, from measurements in ascending order.
 
     Costs are counted in bytes that a contiguous copy would have moved meanwhile. They lie on lines between
-    measurements; fewer bytes than were measured cost as much as the fewest, more go on along the last line.
+    measurements; fewer bytes than were measured cost as much as the fewest, more move as fast as the most.
     """
     if not rows:
         return 0.0
-    sizes = [row.nbytes for row in rows]
+    if nbytes > rows[-1].nbytes:
+        return rows[-1].ratios[engine]
     costs = [row.nbytes / row.ratios[engine] for row in rows]
-    cost = float(np.interp(nbytes, sizes, costs))
-    if nbytes > sizes[-1]:
-        steady = len(rows) > 1 and sizes[-1] > sizes[-2]
-        slope = (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]) if steady else costs[-1] / sizes[-1]
-        cost = costs[-1] + max(slope, 1.0) * (nbytes - sizes[-1])
+    cost = float(np.interp(nbytes, [row.nbytes for row in rows], costs))
     return nbytes / cost
 
 
@@ -290,13 +292,18 @@ def choose(facts: PlanFacts, usable: Sequence[str], table: CalibrationTable) -> 
         return _by_rule(facts, order)
     known = found.ratios
     best = max(known.values())
-    taken = next(name for name in order if known.get(name, 0.0) >= best * (1 - CLOSE))
+    taken = next(name for name in order if known.get(name, 0.0) >= best * (1 - _leniency(name, facts)))
     ratios = ", ".join(f"{name} {known[name]:.2f}" for name in sorted(known, key=known.__getitem__)[::-1])
     return Choice(
         taken,
         f"{ratios} of a contiguous copy, as measured on {table.device} with fragments of "
         f"{found.fragment_nbytes} bytes; {taken} costs a busy device least of those within {CLOSE:.0%}",
     )
+
+
+def _leniency(engine: str, facts: PlanFacts) -> float:
+    """Return by which share an engine may fall behind the best and still be taken."""
+    return 0.0 if engine == "copy_engine" and facts.fragment_nbytes < STEADY_NBYTES else CLOSE
 
 
 def _by_rule(facts: PlanFacts, order: Sequence[str]) -> Choice:

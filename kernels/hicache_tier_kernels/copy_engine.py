@@ -7,6 +7,7 @@ two threads submit them, slow below.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from .side import side_of
 from .support import Support
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -29,14 +30,16 @@ if TYPE_CHECKING:
     from .side import Side
 
     Addresses = NDArray[np.uint64]
+    Batch = tuple[Addresses, Addresses, Addresses]
+    """Destinations, sources and lengths of the ranges of one call."""
 
-FIRST_BATCH, BATCH = 64, 512
+FIRST_BATCH, BATCH = 64, 256
 """Ranges a call: 64 to 1024 measured best on an H200, thousands much worse; few at first, so that the unit
 starts on them while the next are handed over."""
 RANGE_S, _BATCH_S = 0.45e-6, 20e-6
 """What a range and a call cost the thread that submits."""
 LEAST_SHARED = 512
-"""Ranges from which on a second thread takes half: telling it costs some 50 us."""
+"""Ranges from which on a second thread helps: telling it costs some 50 us."""
 
 
 class CopyEngine:
@@ -105,39 +108,50 @@ class PreparedRanges:
 def submit_ranges(
     destinations: Addresses, sources: Addresses, sizes: Addresses, stream: torch.cuda.Stream, *, backup: bool
 ) -> None:
-    """Enqueue ranges, with the help of another thread where they are many."""
-    if len(sizes) < LEAST_SHARED:
-        copy_ranges(destinations, sources, sizes, stream)
-    else:
-        share_ranges(destinations, sources, sizes, stream, side_of(stream.device, backup))
-
-
-def share_ranges(
-    destinations: Addresses, sources: Addresses, sizes: Addresses, stream: torch.cuda.Stream, side: Side
-) -> None:
-    """Enqueue ranges, half of them by another thread on another stream.
+    """Enqueue ranges in batches, with the help of another thread and another stream where they are many.
 
     All lie between what `stream` was given before and what it is given next.
     """
-    half = len(sizes) // 2
-    ours, theirs = slice(half), slice(half, None)
-    side.stream.wait_stream(stream)
-    rest = side.call(copy_ranges, destinations[theirs], sources[theirs], sizes[theirs], side.stream)
-    try:
-        copy_ranges(destinations[ours], sources[ours], sizes[ours], stream)
-    finally:
-        rest.exception()  # it must not run on behind our back, whatever happened here
-        stream.wait_stream(side.stream)
-    rest.result()
+    batches = deque((destinations[part], sources[part], sizes[part]) for part in batches_of(len(sizes)))
+    if len(sizes) < LEAST_SHARED:
+        copy_batches(batches, stream)
+    else:
+        share_batches(batches, stream, side_of(stream.device, backup))
 
 
-def copy_ranges(
-    destinations: Addresses, sources: Addresses, sizes: Addresses, stream: torch.cuda.Stream
-) -> None:
-    """Enqueue ranges in batches."""
-    handle, copy_batch = stream.cuda_stream, driver().copy_batch
+def batches_of(count: int) -> Iterator[slice]:
+    """Return which of `count` ranges go in one call each."""
     start, length = 0, FIRST_BATCH
-    while start < len(sizes):
-        part = slice(start, start + length)
-        copy_batch(destinations[part], sources[part], sizes[part], handle)
+    while start < count:
+        yield slice(start, start + length)
         start, length = start + length, min(2 * length, BATCH)
+
+
+def share_batches(batches: deque[Batch], stream: torch.cuda.Stream, side: Side) -> None:
+    """Enqueue batches by this thread and another, each taking the next: a slow one takes fewer.
+
+    A thread that has not begun when all are taken is not waited for: on a busy machine it may take
+    milliseconds to wake up.
+    """
+    side.stream.wait_stream(stream)
+    helping = side.call(copy_batches, batches, side.stream)
+    try:
+        copy_batches(batches, stream)
+    finally:
+        batches.clear()  # after a failure here: nothing may go on behind our back
+        if not helping.cancel():
+            helping.exception()
+        stream.wait_stream(side.stream)
+    if not helping.cancelled():
+        helping.result()
+
+
+def copy_batches(batches: deque[Batch], stream: torch.cuda.Stream) -> None:
+    """Enqueue batches until none is left."""
+    handle, copy_batch = stream.cuda_stream, driver().copy_batch
+    while True:
+        try:
+            batch = batches.popleft()
+        except IndexError:  # looking first would race with the other thread
+            return
+        copy_batch(*batch, handle)

@@ -1,80 +1,125 @@
-"""How the copy engine shares ranges between two threads, without a device."""
+"""How the copy engine shares batches between two threads, without a device."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hicache_tier_kernels import copy_engine
-from hicache_tier_kernels.copy_engine import LEAST_SHARED, share_ranges
+from hicache_tier_kernels.copy_engine import BATCH, batches_of, share_batches
 
 
 class Stream:
     def __init__(self, name, log):
-        self.name, self.log = name, log
+        self.cuda_stream, self.log = name, log
 
     def wait_stream(self, other):
-        self.log.append((self.name, "waits for", other.name))
+        self.log.append((self.cuda_stream, "waits for", other.cuda_stream))
 
 
 class Side:
-    def __init__(self, log):
+    """A thread that begins when the test lets it."""
+
+    def __init__(self, log, begin):
         self.stream = Stream("side", log)
-        self._pool = ThreadPoolExecutor(1)
+        self._begin = begin
 
     def call(self, function, *arguments):
-        return self._pool.submit(function, *arguments)
+        self.future = Future()
+        self.thread = threading.Thread(target=self._run, args=(function, arguments))
+        self.thread.start()
+        return self.future
+
+    def _run(self, function, arguments):
+        self._begin.wait(10)
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(function(*arguments))
+            except BaseException as error:
+                self.future.set_exception(error)
 
 
 @pytest.fixture
-def shared(monkeypatch):
-    """Return a call that shares so many ranges, and what was copied on which stream, in which order."""
+def copied(monkeypatch):
+    """Return what was copied, as (stream, first destination), and let a test act on each copy."""
     log = []
 
-    def record(destinations, sources, sizes, stream):
-        log.append(
-            (
-                stream.name,
-                "copies",
-                list(zip(*(map(int, x) for x in (destinations, sources, sizes)), strict=True)),
-            )
-        )
+    def act(_stream):
+        pass
 
-    monkeypatch.setattr(copy_engine, "copy_ranges", record)
+    found = SimpleNamespace(log=log, act=act)
 
-    def share(count):
-        ranges = (np.arange(count, dtype=np.uint64) + start for start in (0, count, 2 * count))
-        share_ranges(*ranges, Stream("main", log), Side(log))
-        return log
+    def copy_batch(destinations, _sources, _sizes, stream):
+        log.append((stream, "copies", int(destinations[0])))
+        found.act(stream)
 
-    return share
+    monkeypatch.setattr(copy_engine, "driver", lambda: SimpleNamespace(copy_batch=copy_batch))
+    return found
 
 
-@pytest.mark.parametrize("count", [1, 2, LEAST_SHARED, 5001])
-def test_ranges_are_shared_and_each_is_copied_once(shared, count):
-    log = shared(count)
-    copied = {stream: ranges for stream, what, ranges in log if what == "copies"}
-    expected = [(n, n + count, n + 2 * count) for n in range(count)]
-    assert copied["main"] + copied["side"] == expected
-    assert abs(len(copied["main"]) - len(copied["side"])) <= 1
-    assert log[0] == ("side", "waits for", "main")
-    assert log[-1] == ("main", "waits for", "side")
+def some_batches(count):
+    return deque((np.array([n]), np.array([n]), np.array([1])) for n in range(count))
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 5000])
+def test_batches_hold_each_range_once_and_few_at_first(count):
+    parts = list(batches_of(count))
+    covered = [n for part in parts for n in range(count)[part]]
+    assert covered == list(range(count))
+    assert all(part.stop - part.start <= BATCH for part in parts)
+    assert all(part.stop - part.start == 64 for part in parts[:1])
+
+
+def test_two_threads_take_the_next_batch_each(copied):
+    both = threading.Barrier(2, timeout=10)
+    turns = iter(range(2))
+
+    def act(_stream):
+        if next(turns, None) is not None:  # the first batch of either waits for that of the other
+            both.wait()
+
+    copied.act = act
+    begin = threading.Event()
+    begin.set()
+    share_batches(some_batches(20), Stream("main", copied.log), Side(copied.log, begin))
+    done = [(stream, n) for stream, what, n in copied.log if what == "copies"]
+    assert sorted(n for _, n in done) == list(range(20)), "each batch once"
+    assert {stream for stream, _ in done} == {"main", "side"}
+    assert copied.log[0] == ("side", "waits for", "main")
+    assert copied.log[-1] == ("main", "waits for", "side")
+
+
+def test_a_thread_that_does_not_wake_up_is_not_waited_for(copied):
+    begin = threading.Event()
+    side = Side(copied.log, begin)
+    share_batches(some_batches(20), Stream("main", copied.log), side)
+    assert [n for stream, what, n in copied.log if (stream, what) == ("main", "copies")] == list(range(20))
+    begin.set()
+    side.thread.join(10)
+    assert not [n for stream, what, n in copied.log if (stream, what) == ("side", "copies")]
 
 
 @pytest.mark.parametrize("failing", ["main", "side"])
-def test_a_failure_of_either_is_raised_once_both_are_through(monkeypatch, failing):
-    log = []
+def test_a_failure_of_either_is_raised_once_both_are_through(copied, failing):
+    both = threading.Barrier(2, timeout=10)
+    turns = iter(range(2))
 
-    def fail(_destinations, _sources, _sizes, stream):
-        log.append((stream.name, "copies", ()))
-        if stream.name == failing:
+    def act(stream):
+        if next(turns, None) is not None:
+            both.wait()
+        if stream == failing:
             raise OSError(failing)
 
-    monkeypatch.setattr(copy_engine, "copy_ranges", fail)
-    ranges = [np.arange(LEAST_SHARED, dtype=np.uint64)] * 3
+    copied.act = act
+    begin = threading.Event()
+    begin.set()
+    side = Side(copied.log, begin)
     with pytest.raises(OSError, match=failing):
-        share_ranges(*ranges, Stream("main", log), Side(log))
-    assert {stream for stream, what, _ in log if what == "copies"} == {"main", "side"}
-    assert log[-1] == ("main", "waits for", "side")
+        share_batches(some_batches(20), Stream("main", copied.log), side)
+    assert side.future.done()
+    assert copied.log[-1] == ("main", "waits for", "side")
