@@ -36,8 +36,8 @@ Task = TypeVar("Task")
 
 log = logging.getLogger(__name__)
 
-_UNDER_WAY_S = 500e-6
-_LEAST_UNDER_WAY = 2
+_UNDER_WAY_S = 1e-3
+_LEAST_UNDER_WAY = 3
 _POLL_S = 200e-6
 """How much submitted work, by what submitting it costs, and how many steps at least may wait for the device.
 
@@ -48,8 +48,8 @@ _REAP_S = 4e-3
 _PATIENCE_S = 30e-6
 """What submitting one layer may cost the caller of an engine that is not cheap, by the engine's estimate.
 
-By a clock, a slow moment would hand over what little there is to a thread that must wake up first, which takes
-milliseconds on a busy machine."""
+By a clock, a slow moment would hand over what little there is to a thread that must wake up first, which
+takes milliseconds on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)

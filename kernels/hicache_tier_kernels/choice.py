@@ -44,8 +44,8 @@ reads host memory keeps 0.7 of it and costs 4 to 5 %, and one that writes it 0.5
 STEADY_NBYTES = 128 << 10
 """Below, a DMA range takes the link less than the 1 to 2 us that it may cost the threads which submit it.
 
-How fast the copy engine is then depends on how busy the machine's cores are (0.97 and 0.7 of a contiguous copy
-for 64 KiB on two H200 machines of one kind), so it is taken only where it measured best."""
+How fast the copy engine is then depends on how busy the machine's cores are (0.97 and 0.7 of a contiguous
+copy for 64 KiB on two H200 machines of one kind), so it is taken only where it measured best."""
 LONG_NBYTES = 64 << 10
 """Fragments this long fill the link; whether pages follow one another need not be looked at."""
 _FAR = 2.5
