@@ -184,7 +184,7 @@ def test_the_thread_keeps_few_steps_under_way(monkeypatch):
         lane = Lane(torch.device("cpu"), "load")
         lane.start(Job(engine, Turn(plan), steps, EngineOptions(), completion))
         for arrived in range(7):
-            wanted = min(6, arrived + 2)
+            wanted = min(6, arrived + 3)
             deadline = time.monotonic() + 5
             while len(engine.submitted) < wanted and time.monotonic() < deadline:
                 time.sleep(0.001)
