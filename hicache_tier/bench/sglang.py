@@ -76,11 +76,12 @@ def _show(result: dict[str, Any]) -> None:
     rows = [
         (
             f"{one['page_nbytes'] // 1024} KiB",
-            *(f"{one[name]:.2f}" for name in ("get_us", "set_us", "exists_us")),
+            *(f"{one[f'{name}_us']:.2f}" for name in ("get", "set", "exists", "store_get", "hop")),
         )
         for one in result["overhead"]
     ]
-    show(table("us a page beyond the store", ("page", ">get", ">set", ">exists"), rows))
+    columns = ("page", ">get", ">set", ">exists", ">the store's get", ">a hop between threads")
+    show(table("us a page: get and set beyond the store's own, the others in all", columns, rows))
     one = result["prefetch"]
     rows = [
         (

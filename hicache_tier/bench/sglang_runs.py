@@ -17,6 +17,7 @@ import torch
 from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.integrations.sglang.memory import CallPages
 from hicache_tier.integrations.sglang.names import names_of
+from hicache_tier_storage.calls import Lane
 
 from .timing import Contestant, ratio, take_turns
 
@@ -111,7 +112,9 @@ def overhead(root: Path, page_nbytes: int, repeats: int) -> dict[str, Any]:
     -------
     dict
         `page_nbytes`, and microseconds a page beyond the store, medians over the turns: `get_us`, `set_us`
-        (pages that are stored already, so that no disk is in it); `exists_us` in all.
+        (pages that are stored already, so that no disk is in it); `exists_us` in all. What the machine has
+        to do with it, of the same turns: `store_get_us`, the store's own get; `hop_us`, an empty call on
+        another thread and back, by the pages of a batch.
     """
     pool = host_pool(page_nbytes, 2 * BATCH_PAGES, "page_first")
     storage = storage_at(
@@ -125,7 +128,7 @@ def overhead(root: Path, page_nbytes: int, repeats: int) -> dict[str, Any]:
     parents = [None, *names[:-1]]
     if not all(storage.batch_set_v1(keys, slots)):
         raise InvalidArgumentError(f"the pages could not be stored in {root}.")
-    calls = 20
+    calls, lane = 20, Lane("bench", 8)
     contestants = [
         Contestant("get", lambda: _times(calls, storage.batch_get_v1, keys, slots)),
         Contestant("store get", lambda: _times(calls, ours.store.get, names, plain, numbers)),
@@ -134,8 +137,10 @@ def overhead(root: Path, page_nbytes: int, repeats: int) -> dict[str, Any]:
             "store put", lambda: _times(calls, ours.store.put, names, plain, numbers, parents=parents)
         ),
         Contestant("exists", lambda: _times(calls, storage.batch_exists, keys)),
+        Contestant("hop", lambda: _times(calls, _hop, lane)),
     ]
     samples = take_turns(contestants, repeats)
+    lane.close()
     storage.close()
     pages = calls * BATCH_PAGES
 
@@ -148,12 +153,21 @@ def overhead(root: Path, page_nbytes: int, repeats: int) -> dict[str, Any]:
         "get_us": beyond("get", "store get"),
         "set_us": beyond("set", "store put"),
         "exists_us": 1e6 * samples["exists"].seconds / pages,
+        "store_get_us": 1e6 * samples["store get"].seconds / pages,
+        "hop_us": 1e6 * samples["hop"].seconds / pages,
     }
 
 
 def _times(count: int, call: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
     for _ in range(count):
         call(*arguments, **options)
+
+
+def _hop(lane: Lane) -> None:
+    """Have another thread do nothing, and wait for it."""
+    call = lane.start(lambda: None)
+    if call is None or not call.wait(time.monotonic() + 60.0):
+        raise InvalidArgumentError("no thread could be had.")
 
 
 class _Plain:
@@ -290,7 +304,7 @@ def attach(root: Path, pages: int) -> dict[str, Any]:
     memory = CallPages(
         ours.view.geometry,
         ours.view.layout,
-        np.full((step, 1), blank.ctypes.data, np.int64),
+        np.full((step, 1), blank.ctypes.data, np.int64).__getitem__,
         np.array([len(blank)], np.int64),
         keep=blank,
     )

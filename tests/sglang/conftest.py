@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hicache_tier.testing.desk_rig import Moody, Rig
 from hicache_tier.testing.sglang_cpu import available
 
 
@@ -39,3 +40,24 @@ def context(tmp_path):
     yield make
     for context in reversed(made):
         context.close()
+
+
+@pytest.fixture
+def engine():
+    """Storage that does as it is told."""
+    engine = Moody()
+    yield engine
+    engine.free.set()
+    engine.end.set()
+    engine.close()
+
+
+@pytest.fixture
+def rig(tmp_path, engine):
+    """A desk over it, with a pool that is full of bytes."""
+    rig = Rig(tmp_path / "root", engine)
+    rig.fill()
+    yield rig
+    engine.free.set()
+    engine.delay_s = dict.fromkeys(engine.delay_s, 0.0)
+    rig.desk.close()

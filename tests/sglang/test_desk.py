@@ -1,156 +1,22 @@
-"""Deadlines, breaker and threads, without SGLang: storage that is slow, hangs, fails, or comes back."""
+"""Calls of several stores, side by side, without SGLang."""
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from hicache_tier.errors import ClosedError, StoreError
-from hicache_tier.integrations.sglang.desk import Desk
-from hicache_tier.integrations.sglang.health import Health
-from hicache_tier.integrations.sglang.options import Options
-from hicache_tier.integrations.sglang.pace import Pace
+from hicache_tier.errors import ClosedError
 from hicache_tier.integrations.sglang.pool import Pool
 from hicache_tier.integrations.sglang.ranks import Ranks
-from hicache_tier.integrations.sglang.tally import Tally
 from hicache_tier.integrations.sglang.view import PoolView
 from hicache_tier.testing.array_pool import keys_of
+from hicache_tier.testing.desk_rig import NAMES, PAGE, PAGES, HostPool, Rig, same, until
 from hicache_tier_storage.calls import Lane
-from hicache_tier_storage.posix import PosixEngine
-
-PAGE = 8
-PAGES = 32
-
-
-class HostPool:
-    """An MHA host pool in layout page_first, as SGLang describes one."""
-
-    layout, dtype, page_size, size = "page_first", torch.float16, PAGE, PAGE * PAGES
-    layer_num, head_num, head_dim, v_head_dim, size_per_token = 3, 2, 16, 16, 1
-
-    def __init__(self):
-        self.kv_buffer = torch.zeros(2, self.size, 3, 2, 16, dtype=torch.float16)
-
-    def get_page_buffer_meta(self, indices):
-        row = self.kv_buffer[0, 0].numel() * 2
-        base, half = self.kv_buffer.data_ptr(), self.kv_buffer[0].numel() * 2
-        firsts = indices.tolist()[::PAGE]
-        pointers = [base + first * row + part for first in firsts for part in (0, half)]
-        return pointers, [PAGE * row] * len(pointers)
-
-    @property
-    def raw(self):
-        return self.kv_buffer.view(torch.uint8).reshape(-1).numpy()
-
-
-class Moody(PosixEngine):
-    """An engine that waits before and after it moves bytes, or fails."""
-
-    lands = False
-
-    def __init__(self):
-        super().__init__(direct=False, threads=2)
-        self.delay_s = dict.fromkeys(("read", "write"), 0.0)
-        self.free = threading.Event()
-        self.free.set()
-        self.fails = False
-        self.swallows = False
-        self.end = threading.Event()
-        self.calls = []
-
-    def read(self, batch):
-        return self._do("read", super().read, batch)
-
-    def write(self, batch):
-        return self._do("write", super().write, batch)
-
-    def _do(self, op, move, batch):
-        self.calls.append(op)
-        if self.swallows:
-            self.end.wait(60)
-        time.sleep(self.delay_s[op] / 2)
-        self.free.wait(30)
-        if self.fails:
-            return ["io_error: Input/output error"] * len(batch)
-        reasons = move(batch)
-        time.sleep(self.delay_s[op] / 2)
-        return reasons
-
-
-class Rig:
-    def __init__(self, root, engine, weights=lambda: None, **options):
-        defaults = {"deadline_s": 4, "probe_interval_s": 0.2, "capacity_bytes": "64 MiB", "metrics": False}
-        self.options = Options.parse({"root": str(root), **defaults, **options})
-        self.host, self.engine = HostPool(), engine
-        ranks = Ranks("m", (0, 1), (0, 1), (0, 1), replicated=False, writer=True)
-        self.tally = Tally("tp0", None)
-        self.desk = Desk(self.options, self.tally, weights=weights)
-        view = PoolView(self.host, "kv")
-        self.pool = Pool(view, self.options, ranks, {}, engine=engine)
-        self.desk.pools["kv"] = self.pool
-
-    def pages(self, names, pages):
-        return self.pool.in_place(names, np.array(pages, np.int64))
-
-    def put(self, names, pages):
-        return [status.reason for status in self.desk.put([self.pages(names, pages)])[0]]
-
-    def get(self, names, pages):
-        return [status.reason for status in self.desk.get([self.pages(names, pages)])[0]]
-
-    def look(self, names):
-        return self.pool.match(names) if self.desk.may_look() else 0
-
-    def fill(self, seed=1):
-        self.host.raw[:] = np.random.default_rng(seed).integers(0, 256, self.host.raw.size, np.uint8)
-
-    def content(self, pages):
-        return [self.host.kv_buffer[:, page * PAGE : (page + 1) * PAGE].clone() for page in pages]
-
-
-@pytest.fixture
-def engine():
-    engine = Moody()
-    yield engine
-    engine.free.set()
-    engine.end.set()
-    engine.close()
-
-
-@pytest.fixture
-def rig(tmp_path, engine):
-    rig = Rig(tmp_path / "root", engine)
-    rig.fill()
-    yield rig
-    engine.free.set()
-    engine.delay_s = dict.fromkeys(engine.delay_s, 0.0)
-    rig.desk.close()
-
-
-NAMES = keys_of("desk", 16)
-
-
-def until(so, timeout_s=10.0):
-    until_s = time.monotonic() + timeout_s
-    while not so():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def same(ours, others):
-    return all(
-        torch.equal(one.view(torch.uint8), two.view(torch.uint8))
-        for one, two in zip(ours, others, strict=True)
-    )
 
 
 def test_pages_go_to_storage_and_come_back(rig):
@@ -160,134 +26,6 @@ def test_pages_go_to_storage_and_come_back(rig):
     rig.fill(2)
     assert rig.get(NAMES, range(16, 32)) == ["loaded"] * 16
     assert same(rig.content(range(16, 32)), wanted)
-
-
-def test_a_get_that_hangs_is_a_miss_in_time_and_never_writes_later(rig, engine):
-    assert rig.put(NAMES, range(16)) == ["stored"] * 16
-    rig.fill(2)
-    rig.desk.deadline_s = 0.3
-    engine.free.clear()
-    started_s = time.monotonic()
-    assert rig.get(NAMES[:8], range(8)) == ["late"] * 8
-    assert time.monotonic() - started_s < 3.0
-    before = rig.host.raw.copy()
-    engine.free.set()
-    assert until(lambda: rig.desk._lanes["get"].in_flight == 0)
-    time.sleep(0.05)
-    assert (rig.host.raw == before).all()
-    assert rig.tally.reasons["get", "late"] == 8
-
-
-def test_a_put_that_hangs_is_not_stored_and_stores_nothing_later(rig, engine):
-    rig.desk.deadline_s = 0.3
-    engine.free.clear()
-    started_s = time.monotonic()
-    assert rig.put(NAMES[:8], range(8)) == ["late"] * 8
-    assert time.monotonic() - started_s < 3.0
-    rig.fill(2)  # as SGLang gives the pages to somebody else
-    rig.desk.deadline_s = 4
-    engine.free.set()
-    assert until(lambda: rig.desk._lanes["set"].in_flight == 0)
-    assert rig.pool.match(NAMES) == 0
-    assert until(lambda: rig.put(NAMES[:8], range(8)) == ["stored"] * 8)
-    wanted = rig.content(range(8))
-    rig.fill(3)
-    assert until(lambda: rig.get(NAMES[:8], range(8)) == ["loaded"] * 8)
-    assert same(rig.content(range(8)), wanted)
-
-
-def test_slow_storage_opens_a_breaker_that_closes_by_itself(rig, engine):
-    assert rig.put(NAMES, range(16)) == ["stored"] * 16
-    engine.delay_s["read"] = engine.delay_s["write"] = 2.0
-    rig.desk.deadline_s = 0.3
-    assert rig.get(NAMES[:4], range(4)) == ["late"] * 4
-    assert rig.look(NAMES) == 0
-    started_s = time.monotonic()
-    assert rig.get(NAMES, range(16)) == ["breaker_open"] * 16
-    assert rig.put(keys_of("more", 3), range(3)) == ["breaker_open"] * 3
-    assert time.monotonic() - started_s < 1.0
-    assert rig.tally.reasons["set", "breaker_open"] == 3
-    rig.desk.deadline_s = 4
-    engine.delay_s = dict.fromkeys(engine.delay_s, 0.0)
-    assert until(lambda: rig.look(NAMES) == 16)  # with no call of ours but lookups
-    assert rig.get(NAMES, range(16)) == ["loaded"] * 16
-    assert until(lambda: rig.put(keys_of("more", 3), range(3)) == ["stored"] * 3)
-    assert not rig.desk.health.writes_open
-
-
-def test_a_breaker_closes_although_the_calls_that_opened_it_never_return(tmp_path, engine):
-    rig = Rig(tmp_path / "root", engine, probe_interval_s=0.02)
-    rig.fill()
-    assert rig.put(NAMES, range(16)) == ["stored"] * 16
-    rig.desk.deadline_s = 0.1
-    engine.swallows = True
-    assert rig.get(NAMES[:2], range(2)) == ["late"] * 2
-    assert until(lambda: engine.calls.count("read") > 6, 30.0)  # the read, and tries of storage
-    rig.desk.deadline_s = 4
-    engine.swallows = False
-    assert until(lambda: rig.look(NAMES) == 16, 30.0)
-    assert rig.get(NAMES[:2], range(2)) == ["loaded"] * 2
-    engine.end.set()
-    rig.desk.close()
-
-
-def test_gauges_that_hang_take_one_thread(rig, monkeypatch):
-    entered, leave = [], threading.Event()
-
-    def stats():
-        entered.append(1)
-        leave.wait(30)
-        return {}
-
-    monkeypatch.setattr(rig.tally, "_instruments", SimpleNamespace(set=lambda *_: None, add=lambda *_: None))
-    monkeypatch.setattr(rig.pool.store, "stats", stats)
-    calls = [rig.desk._side.start(rig.desk.sample) for _ in range(4)]
-    assert until(lambda: len(entered) == 1 and rig.desk._side.in_flight == 1)
-    leave.set()
-    assert all(call.wait(time.monotonic() + 10) for call in calls)
-    assert len(entered) == 1
-
-
-def test_writes_that_are_late_do_not_close_off_reads_that_are_not(rig, engine):
-    assert rig.put(NAMES, range(16)) == ["stored"] * 16
-    engine.delay_s["write"] = 2.0
-    rig.desk.health = Health(3600)
-    rig.desk.deadline_s = 0.3
-    assert rig.put(keys_of("more", 3), range(3)) == ["late"] * 3
-    rig.desk.deadline_s = 4
-    assert rig.desk.health.writes_open
-    assert until(lambda: rig.look(NAMES) == 16)
-    assert rig.get(NAMES, range(16)) == ["loaded"] * 16
-    assert rig.put(keys_of("more", 3), range(3)) == ["breaker_open"] * 3
-
-
-def test_what_was_done_in_time_counts(tmp_path, engine):
-    rig = Rig(tmp_path / "root", engine, deadline_s=2.0)
-    rig.fill()
-    assert rig.put(NAMES, range(16)) == ["stored"] * 16
-    rig.pool.paces["get"].pages = 1
-    engine.delay_s["read"] = 0.3
-    wanted = rig.content(range(16))
-    rig.fill(2)
-    reasons = rig.get(NAMES, range(16))
-    loaded = reasons.count("loaded")
-    assert reasons == ["loaded"] * loaded + ["late"] * (16 - loaded)
-    assert 1 <= loaded <= 8
-    assert same(rig.content(range(loaded)), wanted[:loaded])
-    rig.desk.close()
-
-
-def test_a_batch_is_cut_as_fine_as_storage_is_slow():
-    pace = Pace(1 << 20, 3.0)
-    assert pace.pages == 64
-    pace.learn(0, 1.0)
-    assert pace.pages == 64
-    for _ in range(8):
-        pace.learn(128, 0.1)
-    assert pace.pages > 900
-    for _ in range(12):
-        pace.learn(1, 1.0)
-    assert pace.pages == 1
 
 
 def test_errors_of_storage_are_misses_with_their_reason(rig, engine, caplog):
@@ -300,51 +38,6 @@ def test_errors_of_storage_are_misses_with_their_reason(rig, engine, caplog):
     assert rig.get(NAMES[:4], range(4)) == ["error: closed"] * 4
     assert rig.put(NAMES[:4], range(4)) == ["error: closed"] * 4
     assert "get of pool kv failed: " in caplog.text
-
-
-def test_hung_calls_take_threads_up_to_a_bound(tmp_path, engine):
-    rig = Rig(tmp_path / "root", engine, threads_per_direction=2, probe_interval_s=3600)
-    rig.desk.deadline_s = 60.0  # whatever else the machine does
-    assert rig.put(NAMES, range(16)) == ["stored"] * 16
-    rig.desk.deadline_s = 0.1
-    engine.free.clear()
-    for _ in range(2):
-        rig.desk.health = Health(3600)
-        assert rig.get(NAMES[:2], range(2)) == ["late"] * 2
-    rig.desk.health = Health(3600)
-    started_s = time.monotonic()
-    assert rig.get(NAMES[:2], range(2)) == ["too_many_calls"] * 2
-    assert time.monotonic() - started_s < 1.0
-    engine.free.set()
-    rig.desk.close()
-
-
-def test_a_store_that_does_not_open_is_given_up_and_closed_once_it_does(rig, monkeypatch):
-    monkeypatch.setattr("hicache_tier.integrations.sglang.desk._OPEN_S", 0.2)
-    opened, closed = threading.Event(), threading.Event()
-
-    def make():
-        opened.wait(10)
-        return SimpleNamespace(store=SimpleNamespace(close=closed.set))
-
-    with pytest.raises(StoreError, match="did not open within"):
-        rig.desk.open(make)
-    opened.set()
-    assert closed.wait(5)
-    assert rig.desk.open(lambda: rig.pool) is rig.pool
-    with pytest.raises(ZeroDivisionError):
-        rig.desk.open(lambda: 1 // 0)
-
-
-def test_close_ends_in_time_however_storage_hangs(rig, engine):
-    rig.desk.deadline_s = 0.3
-    engine.free.clear()
-    assert rig.put(NAMES, range(16)) == ["late"] * 16
-    started_s = time.monotonic()
-    rig.desk.close()
-    assert time.monotonic() - started_s < 9.0
-    assert rig.get(NAMES, range(16))[0] in {"closed", "breaker_open"}
-    assert rig.look(NAMES) == 0
 
 
 def test_stores_are_closed_where_no_thread_can_be_started(rig, monkeypatch):
@@ -427,23 +120,6 @@ def test_a_call_may_be_of_more_pools_than_there_are_threads(tmp_path, engine):
     parts = [rig.pages(NAMES[at : at + 2], range(at, at + 2)) for at in range(0, 10, 2)]
     assert [[one.reason for one in verdicts] for verdicts in rig.desk.put(parts)] == [["stored"] * 2] * 5
     rig.desk.close()
-
-
-def test_what_is_late_keeps_no_memory_once_all_is_closed(tmp_path, engine):
-    rig = Rig(tmp_path / "root", engine)
-    rig.desk.deadline_s = 0.3
-    engine.free.clear()
-    assert rig.put(NAMES, range(16)) == ["late"] * 16
-    engine.free.set()
-    assert until(lambda: rig.desk._lanes["set"].in_flight == 0)
-    rig.desk.close()
-    with pytest.raises(StoreError, match="closed"):
-        rig.desk.open(lambda: rig.pool)
-    desk, memory = rig.desk, weakref.ref(rig.host.kv_buffer)
-    rig.host = rig.pool = None
-    gc.collect()
-    assert memory() is None
-    assert desk.pools == {}
 
 
 def test_a_name_that_begins_with_another_models_path_is_not_that_model(tmp_path, engine):

@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
@@ -61,7 +62,7 @@ def pool_at(root, view=None, tp=(0, 1), **options):
 def stored(pool, count, salt="m"):
     keys = keys_of(salt, count)
     fill_pages(pool.view.pool, range(count), keys, GEOMETRY.page_nbytes)
-    pages = pool.in_place(keys, list(range(count)))
+    pages = pool.in_place(keys, np.arange(count))
     pages.put()
     return pages
 
@@ -71,7 +72,7 @@ def test_calls_are_counted_by_reason(tmp_path):
     tally = Tally("tp0-pp0-cp0", Instruments.of(registry))
     pool = pool_at(tmp_path / "root")
     tally.call("set", [stored(pool, 6)], 0.02, late=False)
-    pages = pool.in_place([*keys_of("m", 6), *keys_of("other", 2)], list(range(8)))
+    pages = pool.in_place([*keys_of("m", 6), *keys_of("other", 2)], np.arange(8))
     pages.get()
     tally.call("get", [pages], 0.01, late=True)
     tally.refused("set", "kv", "breaker_open", 5)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.integrations.sglang.facts import kv_cache_dtype, labelled, server_facts
-from hicache_tier.integrations.sglang.names import name_of, names_of
 from hicache_tier.integrations.sglang.options import Options
 from hicache_tier.integrations.sglang.ranks import Ranks
 
@@ -113,19 +110,3 @@ def test_arguments_that_change_the_kv_are_part_of_the_model():
     assert kv_cache_dtype(plain | own) == kv_cache_dtype(plain, draft=True) == "auto"
     assert labelled("m", {}) == "m"
     assert labelled("m", {"b": 1, "a": [2]}) == 'm #{"a":[2],"b":1}'
-
-
-@given(st.lists(st.text() | st.from_regex(r"[0-9a-fA-F ]{64}", fullmatch=True), unique=True, min_size=2))
-def test_no_two_texts_share_a_name(texts):
-    assert len({name_of(text) for text in texts}) == len(texts)
-    assert names_of(texts) == [name_of(text) for text in texts]
-
-
-def test_names_of_hashes_are_their_bytes():
-    assert name_of("0f" * 32) == b"\x0f" * 32
-    assert name_of("0F" * 32) != b"\x0f" * 32
-    hashes = [f"{number:064x}" for number in range(300)]
-    assert names_of(hashes) == [number.to_bytes(32, "big") for number in range(300)]
-    mixed = [*hashes[:3], "0F" * 32]
-    assert names_of(mixed) == [name_of(text) for text in mixed]
-    assert names_of([]) == []

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Arguments that change what KV is computed, and the value that each has where it does not.
 _MODEL: Final = {
@@ -45,11 +49,18 @@ def server_arguments() -> dict[str, Any]:
 def weight_version() -> object:
     """Return the version of the weights that the server computes with now; None outside of a server."""
     try:
-        from sglang.srt.runtime_context import get_serving
-
-        return get_serving().weight_version
+        return _serving()().weight_version
     except (ImportError, ValueError, AttributeError):
         return None
+
+
+@cache
+def _serving() -> Callable[[], Any]:
+    """Return SGLang's accessor; found once, because `weight_version` is asked for in each call."""
+    from sglang.srt.runtime_context import get_serving
+
+    accessor: Callable[[], Any] = get_serving
+    return accessor
 
 
 def replica() -> int:

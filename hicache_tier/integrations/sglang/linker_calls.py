@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -43,27 +42,18 @@ class DevicePages(Pages):
     def part(self, start: int, count: int) -> DevicePages:
         """Return some of the pages, as a call of its own."""
         chosen = slice(start, start + count)
-        parents = None if self.parents is None else self.parents[chosen]
         memory = LeasedDevice(self.memory.pool)
+        parents = self._parents(chosen)
         return DevicePages(self.pool, self.names[chosen], memory, parents, numbers=self.numbers[chosen])
-
-    def get(self) -> None:
-        """Load them; on a thread of the lane for reads."""
-        self._in_parts("get", lambda part: partial(self._get, part))
-
-    def put(self) -> None:
-        """Store them; on a thread of the lane for writes."""
-        self._in_parts("set", lambda part: partial(self._put, part))
 
     def _get(self, part: slice) -> list[PageStatus]:
         with aside(self.memory.pool.device):
             return self.pool.store.get(self.names[part], self.memory, self.numbers[part])
 
     def _put(self, part: slice) -> list[PageStatus]:
-        parents = self.parents or [None] * len(self.names)
         with aside(self.memory.pool.device):
             return self.pool.store.put(
-                self.names[part], self.memory, self.numbers[part], parents=parents[part]
+                self.names[part], self.memory, self.numbers[part], parents=self._parents(part)
             )
 
 

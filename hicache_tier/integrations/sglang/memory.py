@@ -10,7 +10,7 @@ import numpy as np
 from hicache_tier_storage.lease import Lease
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -29,8 +29,9 @@ class CallPages:
     ----------
     geometry : KVGeometry
     layout : Layout
-    addresses : int64 [n, F]
-        Of each page's segments, in stored order.
+    addresses : callable
+        From numbers of pages in the call, int64 [m], to the addresses of their segments, int64 [m, F], in
+        stored order.
     nbytes : int64 [F]
     keep : object
         What keeps the memory mapped.
@@ -47,7 +48,7 @@ class CallPages:
         self,
         geometry: KVGeometry,
         layout: Layout,
-        addresses: NDArray[np.int64],
+        addresses: Callable[[Any], NDArray[np.int64]],
         nbytes: NDArray[np.int64],
         *,
         keep: object = None,
@@ -57,12 +58,9 @@ class CallPages:
         self.lease = Lease()
         self._addresses, self._nbytes, self._keep = addresses, nbytes, keep
 
-    def __len__(self) -> int:
-        return len(self._addresses)
-
     def segment_table(self, pages: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
         """Addresses `[n, F]` of each page's segments in stored order, and their lengths `[F]`."""
-        return self._addresses[np.asarray(pages)], self._nbytes
+        return self._addresses(np.asarray(pages)), self._nbytes
 
     def in_use(self) -> AbstractContextManager[object]:
         """Do nothing: the memory stays mapped as long as this object lives."""
@@ -70,15 +68,17 @@ class CallPages:
 
 
 def pool_pages(view: PoolView, pages: NDArray[np.int64]) -> CallPages:
-    """Return pages of a host pool."""
-    return CallPages(view.geometry, view.layout, view.addresses(pages), view.nbytes, keep=view.keep)
+    """Return pages of a host pool; where they lie is worked out as the store asks for it."""
+    return CallPages(
+        view.geometry, view.layout, lambda rows: view.addresses(pages[rows]), view.nbytes, keep=view.keep
+    )
 
 
 def tensor_pages(view: PoolView, tensors: Sequence[torch.Tensor]) -> CallPages:
     """Return pages that lie in a contiguous tensor each, of `page_nbytes`."""
     rows = np.array([[tensor.data_ptr()] for tensor in tensors], np.int64).reshape(len(tensors), 1)
     nbytes = np.array([view.geometry.page_nbytes], np.int64)
-    return CallPages(view.geometry, view.layout, rows, nbytes, tensors=tensors)
+    return CallPages(view.geometry, view.layout, rows.__getitem__, nbytes, tensors=tensors)
 
 
 def marker_pages(view: PoolView, count: int) -> CallPages:
@@ -86,4 +86,4 @@ def marker_pages(view: PoolView, count: int) -> CallPages:
     nothing = np.zeros(view.geometry.page_nbytes, np.uint8)
     rows = np.full((count, 1), nothing.ctypes.data, np.int64)
     nbytes = np.array([len(nothing)], np.int64)
-    return CallPages(view.geometry, view.layout, rows, nbytes, keep=nothing)
+    return CallPages(view.geometry, view.layout, rows.__getitem__, nbytes, keep=nothing)

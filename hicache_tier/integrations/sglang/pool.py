@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from .facts import labelled, server_facts
 from .kinds import packs_draft
 from .memory import CallPages, marker_pages, pool_pages, tensor_pages
 from .pace import Pace
-from .verdicts import moved
+from .verdicts import kinds_of, moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,57 +52,62 @@ class Pages:
     parents : list of bytes or None, optional
         Keys of the pages before each in its chain.
     status : list of PageStatus
+    kinds : dict
+        How many verdicts of which kind there are, where the store gave all of them at once; else empty.
     """
 
     pool: Pool
     names: list[bytes]
     memory: CallPages
     parents: list[bytes | None] | None = None
-    status: list[PageStatus] = field(default_factory=list)
+    status: list[PageStatus] = field(init=False)
+    kinds: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin with every page late."""
         self.status = [LATE] * len(self.names)
+        self.kinds = {}
 
     def get(self) -> None:
         """Load them; on a thread of the lane for reads."""
         if self.pool.view.marker:
             self.status[:] = [LOADED if there else ABSENT for there in self.pool.store.contains(self.names)]
             return
-        self._in_parts(
-            "get", lambda part: partial(self.pool.store.get, self.names[part], self.memory, _numbers(part))
-        )
+        self._in_parts("get", self._get)
 
     def put(self) -> None:
         """Store them; on a thread of the lane for writes."""
-        parents = self.parents or [None] * len(self.names)
-        self._in_parts(
-            "set",
-            lambda part: partial(
-                self.pool.store.put, self.names[part], self.memory, _numbers(part), parents=parents[part]
-            ),
-        )
+        self._in_parts("set", self._put)
 
-    def _in_parts(self, op: str, call_of: Callable[[slice], Callable[[], list[PageStatus]]]) -> None:
+    def _get(self, part: slice) -> list[PageStatus]:
+        return self.pool.store.get(self.names[part], self.memory, np.arange(part.start, part.stop))
+
+    def _put(self, part: slice) -> list[PageStatus]:
+        numbers = np.arange(part.start, part.stop)
+        return self.pool.store.put(self.names[part], self.memory, numbers, parents=self._parents(part))
+
+    def _parents(self, part: slice) -> list[bytes | None] | None:
+        return None if self.parents is None else self.parents[part]
+
+    def _in_parts(self, op: str, move: Callable[[slice], list[PageStatus]]) -> None:
         """Call the store for as much at a time as it does well within a deadline, and note the verdicts."""
         at, pace = 0, self.pool.paces[op]
         while at < len(self.names) and not self.memory.lease.ended:
             part = slice(at, min(at + pace.pages, len(self.names)))
             started_s = time.perf_counter()
             try:
-                verdicts = call_of(part)()
+                verdicts = move(part)
             except Exception as error:  # noqa: BLE001 - a fault is a miss with a reason, whatever it is
                 _LOG.error(
                     "%s of pool %s failed: %s: %s", op, self.pool.view.name, type(error).__name__, error
                 )
                 verdicts = [failed(f"error: {error_kind(error)}")] * (part.stop - part.start)
+            kinds = kinds_of(verdicts)
             self.status[part] = verdicts
-            pace.learn(moved(verdicts), time.perf_counter() - started_s)
+            if len(verdicts) == len(self.names):
+                self.kinds = kinds
+            pace.learn(moved(kinds), time.perf_counter() - started_s)
             at = part.stop
-
-
-def _numbers(part: slice) -> NDArray[np.int64]:
-    return np.arange(part.start, part.stop)
 
 
 class Pool:
@@ -123,6 +127,7 @@ class Pool:
     ----------
     view : PoolView
     store : PageStore
+    page_nbytes : int
     paces : dict
         How many pages at a time are loaded (`get`) and stored (`set`).
     """
@@ -174,7 +179,8 @@ class Pool:
             owners=options.owners,
             encryption=options.encryption,
         )
-        self.paces = {op: Pace(view.geometry.page_nbytes, options.deadline_s) for op in ("get", "set")}
+        self.page_nbytes = view.geometry.page_nbytes
+        self.paces = {op: Pace(self.page_nbytes, options.deadline_s) for op in ("get", "set")}
 
     # -- pages of a call -------------------------------------------------------------------------------------
 
@@ -212,7 +218,7 @@ class Pool:
         page = np.zeros(self.view.geometry.page_nbytes, np.uint8)
         rows = np.array([[page.ctypes.data]], np.int64)
         lengths = np.array([len(page)], np.int64)
-        memory = CallPages(self.view.geometry, self.view.layout, rows, lengths, keep=page)
+        memory = CallPages(self.view.geometry, self.view.layout, rows.__getitem__, lengths, keep=page)
         (status,) = store.get([name], memory, [0])
         return bool(status) or status.kind not in {"timeout", "io_error"}
 

@@ -16,7 +16,7 @@ from .desk import Desk
 from .facts import kv_cache_dtype, server_arguments, weight_version
 from .guard import guarded, none_of, nothing
 from .hits import HitPolicy, SidePool, combine
-from .names import name_of, names_of
+from .names import LookedUp, name_of, names_of
 from .options import Options
 from .pool import Pages, Pool
 from .ranks import Ranks
@@ -26,6 +26,9 @@ from .view import PoolView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from hicache_tier_storage import PageStatus
 
@@ -73,6 +76,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
             )
         self.tally = Tally(self.ranks.label, self._exporter.instruments if self._exporter else None)
         self.desk = Desk(self.options, self.tally, weights=weight_version)
+        self._looked_up = LookedUp()
         self.registered_pools: dict[str, Any] = {}
         self._registering = threading.Lock()
         self._closed = False
@@ -133,7 +137,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
         if pool is None or not self.desk.may_look():
             self.tally.lookup(len(keys), 0)
             return 0
-        found = pool.match(names_of(keys))
+        found = pool.match(self._names_looked_up(keys))
         self.tally.lookup(len(keys), found)
         return found
 
@@ -165,7 +169,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
         if anchor is None or not self.desk.may_look():
             self.tally.lookup(len(keys), 0)
             return PoolTransferResult.empty()
-        names = names_of(keys)
+        names = self._names_looked_up(keys)
         sides = [self._side_pool(transfer, names) for transfer in pool_transfers or ()]
         hit = combine(_KV, anchor.match(names), len(keys), sides)
         self.tally.lookup(len(keys), hit.pages)
@@ -292,6 +296,11 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    def _names_looked_up(self, keys: list[str]) -> list[bytes]:
+        names = names_of(keys)
+        self._looked_up.note(keys, names)
+        return names
+
     def _in_pools(
         self,
         op: str,
@@ -301,7 +310,7 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> list[list[bool]]:
         """Move pages of pools, where they lie; what is asked wrongly fails, and is counted."""
         answers = [[False] * len(keys) for _, keys, _ in parts]
-        todo: list[tuple[int, Pages, list[int]]] = []
+        todo: list[tuple[int, Pages, NDArray[np.int64]]] = []
         for at, (name, keys, indices) in enumerate(parts):
             pool = self.desk.pools.get(name)
             if not keys:
@@ -315,10 +324,11 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
                 _LOG.error("%s", error)
                 self.tally.refused(op, name, "bad_indices", len(keys))
                 continue
-            pages = _pages(pool, op, names_of(keys), numbers)
+            names = self._looked_up.names_of(keys) if op == "get" else names_of(keys)
+            pages = _pages(pool, op, names, numbers)
             if op == "set" and (chained is None or chained[at]):
                 pages.parents = _parents(pages.names, extra_info)
-            todo.append((at, pages, numbers.tolist()))
+            todo.append((at, pages, numbers))
         move = self.desk.get if op == "get" else self.desk.put
         statuses = move([pages for _, pages, _ in todo]) if todo else []
         for (at, pages, where), status in zip(todo, statuses, strict=True):
@@ -326,18 +336,18 @@ class HiCacheTierStorage(HiCacheStorage):  # type: ignore[misc]
         return answers
 
 
-def _pages(pool: Pool, op: str, names: list[bytes], numbers: Any) -> Pages:  # noqa: ANN401 - int64 [n]
+def _pages(pool: Pool, op: str, names: list[bytes], numbers: NDArray[np.int64]) -> Pages:
     if not pool.view.copied:
         return pool.in_place(names, numbers)
     view = pool.view
     return pool.in_tensors(names, [view.flat(int(page)) if op == "set" else view.blank() for page in numbers])
 
 
-def _settle(pages: Pages, op: str, numbers: list[int], status: Sequence[PageStatus]) -> list[bool]:
+def _settle(pages: Pages, op: str, numbers: NDArray[np.int64], status: Sequence[PageStatus]) -> list[bool]:
     """Return the verdicts; pages that were read to memory of their own are put in their places."""
     view = pages.pool.view
     if view.copied and op == "get":
-        for page, tensor, ok in zip(numbers, pages.memory.tensors, status, strict=True):
+        for page, tensor, ok in zip(numbers.tolist(), pages.memory.tensors, status, strict=True):
             if ok:
                 view.put_back(page, tensor)
     return list(map(bool, status))

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from .verdicts import kinds_of
+from .verdicts import kinds_of, moved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,16 +44,15 @@ class Tally:
         pages = nbytes = 0
         with self._lock:
             for part in parts:
-                kinds = kinds_of(part.status)
-                moved = kinds["loaded"] + kinds["stored"]
-                pages += moved
-                nbytes += moved * part.pool.view.geometry.page_nbytes
+                kinds, name = part.kinds or kinds_of(part.status), part.pool.view.name
+                done = moved(kinds)
+                size = done * part.pool.page_nbytes
+                pages += done
+                nbytes += size
                 for kind, count in kinds.items():
                     self.reasons[op, kind] += count
-                    self._add("hicache_tier_pages", (part.pool.view.name, op, kind), count)
-                if moved:
-                    size = moved * part.pool.view.geometry.page_nbytes
-                    self._add("hicache_tier_bytes", (part.pool.view.name, op), size)
+                    self._add("hicache_tier_pages", (name, op, kind), count)
+                self._add("hicache_tier_bytes", (name, op), size)
             if pages:
                 self._batches[op].append((pages, nbytes / max(seconds, 1e-9) / 1e9))
         if late:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from hicache_tier.layout import Layout
 
 _MARKER_NBYTES = 64
+_INT64: Final = np.dtype(np.int64)
+_ONE: Final = np.int64(1).tobytes()
 _WHOLE = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
 
@@ -194,21 +196,47 @@ class Paged(Protocol):
 
 def pages_named(pool: Paged, indices: torch.Tensor, count: int, *, unique: bool) -> NDArray[np.int64]:
     """Return page numbers for slots; see `PoolView.pages`."""
-    if not isinstance(indices, torch.Tensor) or indices.dtype not in _WHOLE:
-        said = getattr(indices, "dtype", type(indices).__name__)
-        raise InvalidArgumentError(f"{pool.name}: indices must be a tensor of whole numbers, got {said}.")
-    if indices.numel() != count * pool.page_tokens:
+    slots = _slots(pool, indices)
+    if slots.size != count * pool.page_tokens:
         raise InvalidArgumentError(
-            f"{pool.name}: {count} pages of {pool.page_tokens} slots were named by {indices.numel()} indices."
+            f"{pool.name}: {count} pages of {pool.page_tokens} slots were named by {slots.size} indices."
         )
-    slots = indices.detach().to("cpu", torch.int64).numpy().reshape(count, pool.page_tokens)
-    numbers: NDArray[np.int64] = slots[:, 0] // pool.page_tokens
-    whole = numbers[:, None] * pool.page_tokens + np.arange(pool.page_tokens)
-    if count and ((slots != whole).any() or numbers.min() < 0 or numbers.max() >= pool.num_pages):
+    firsts = slots[:: pool.page_tokens]
+    numbers: NDArray[np.int64] = firsts // pool.page_tokens
+    listed = numbers.tolist()
+    whole = _in_order(slots, pool.page_tokens) and _same(numbers * pool.page_tokens, firsts)
+    if count and (not whole or min(listed) < 0 or max(listed) >= pool.num_pages):
         raise InvalidArgumentError(f"{pool.name}: the indices are not pages of this pool.")
-    if unique and len(set(numbers.tolist())) != count:
+    if unique and len(set(listed)) != count:
         raise InvalidArgumentError(f"{pool.name}: a page is named twice.")
     return numbers
+
+
+def _in_order(slots: NDArray[np.int64], page_tokens: int) -> bool:
+    """Tell whether the slots of each page follow one another."""
+    steps = slots[1:] - slots[:-1]
+    steps[page_tokens - 1 :: page_tokens] = 1  # from page to page they need not
+    return steps.tobytes() == _ONE * len(steps)
+
+
+def _same(ours: NDArray[np.int64], others: NDArray[np.int64]) -> bool:
+    """Tell whether arrays are equal; by their bytes, for which NumPy has the least to set up."""
+    return ours.tobytes() == others.tobytes()
+
+
+def _slots(pool: Paged, indices: torch.Tensor) -> NDArray[np.int64]:
+    """Return slots, int64 `[n]`; mostly by one call of torch, of which each costs microseconds."""
+    if isinstance(indices, torch.Tensor):
+        try:
+            slots = indices.numpy()
+        except (TypeError, RuntimeError):  # on a device, or of a dtype that NumPy does not have
+            slots = None
+        if slots is not None and slots.dtype == _INT64:
+            return slots.reshape(-1)
+        if indices.dtype in _WHOLE:
+            return indices.to("cpu", torch.int64).numpy().reshape(-1)
+    said = getattr(indices, "dtype", type(indices).__name__)
+    raise InvalidArgumentError(f"{pool.name}: indices must be a tensor of whole numbers, got {said}.")
 
 
 def refuse(pool: Any, name: str) -> None:  # noqa: ANN401 - one of SGLang's host pools
