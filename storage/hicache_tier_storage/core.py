@@ -6,12 +6,15 @@ import logging
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING
 
 from hicache_tier.errors import ClosedError
 
 from .device_choice import DeviceEngines
 from .reader_partition import ReaderPartition
+from .status import kind_of
 from .writer import WriterPartition
 
 if TYPE_CHECKING:
@@ -41,8 +44,8 @@ class StoreCore:
     ----------
     index : dict
         Key to slot in this process's partition. Lookups need no lock.
-    writing : dict
-        Keys that a put of this process is storing now, with its claim; `written` tells when some are done.
+    writing : list of Claim
+        What puts of this process are storing now; `written` tells when some is done.
     devices : DeviceEngines
         What moves pages of CUDA devices; needs no lock.
     closed : str
@@ -72,7 +75,7 @@ class StoreCore:
         self.index: dict[bytes, int] = {}
         if writer is not None:
             self.index = {key: slot for slot, key in writer.keys.items()}
-        self.writing: dict[bytes, Claim] = {}
+        self.writing: list[Claim] = []
         self.counts: Counter[tuple[str, str]] = Counter()
         self.slabs_dropped = 0
         self.closed = ""
@@ -168,11 +171,13 @@ class StoreCore:
 
     def count(self, verb: str, status: list[PageStatus]) -> None:
         """Count verdicts by reason. Takes the lock itself."""
-        by_identity = {id(verdict): verdict for verdict in status}
-        tally = Counter(map(id, status))
+        if status and all(map(is_, status, repeat(status[0]))):  # as most batches are
+            tally = Counter({status[0].reason: len(status)})
+        else:
+            tally = Counter(map(attrgetter("reason"), status))
         with self.lock:
-            for identity, count in tally.items():
-                self.counts[verb, by_identity[identity].kind] += count
+            for reason, count in tally.items():
+                self.counts[verb, kind_of(reason)] += count
 
     def forget(self, keys: list[bytes]) -> None:
         """Take keys out of the index."""

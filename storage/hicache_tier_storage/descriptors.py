@@ -112,7 +112,7 @@ def parts(batch: PageBatch, first: int, last: int, lanes: int) -> Iterator[tuple
 def good_runs(verdicts: list[str], first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield runs of pages of `first..last-1` that have no verdict against them."""
     start = first
-    for at in range(first, last):
+    for at in range(first, last) if any(verdicts[first:last]) else ():
         if verdicts[at]:
             if at > start:
                 yield start, at

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hicache_tier.errors import EngineUnavailableError
 
 from . import accelerators
-from .engine import DeviceEngine
+from .engine import device_mode_of
 from .medium import existing_parent
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class DeviceEngines:
         found = self._found
         if found is None:
             return None
-        how = found.device_mode if isinstance(found, DeviceEngine) and not self._encrypted else ""
+        how = "" if self._encrypted else device_mode_of(found)
         if how:
             return f"{found.name} {how}"
         staged = "staged and encrypted in host memory" if self._encrypted else "staged in host memory"

@@ -14,13 +14,15 @@ from hicache_tier_kernels import CopyPlan
 from hicache_tier_kernels.ring_copy import ring_copy
 
 from .descriptors import good_runs
-from .engine import DeviceMemory, PageBatch, StartingEngine, moved, started
+from .engine import DeviceMemory, PageBatch, as_starting, moved, started
 from .flights import Settled
 from .landing import ABANDONED
 from .payload import Sums, summing
 from .staging import HALVES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from .device_payload import DevicePages
@@ -86,9 +88,8 @@ class Move(ABC):
         self._reasons = [""] * len(numbers)
         self._flights: deque[tuple[int, Flight]] = deque()  # each with the page behind its last
         self._summer: Summer | None = None
-        self.starting: StartingEngine | None = None
-        if self.memory is not None and isinstance(engine, StartingEngine):
-            self.starting = engine
+        self._meanwhile: Callable[[], object] | None = None
+        self.starting = None if self.memory is None else as_starting(engine)
         self.prepare()
 
     @abstractmethod
@@ -116,8 +117,9 @@ class Move(ABC):
     def empty(self, start: int, stop: int) -> None:
         """Bring pages from where the engine put them; enqueued on a device."""
 
-    def run(self) -> list[str]:
-        """Move all pages; "" or a reason for each."""
+    def run(self, meanwhile: Callable[[], object]) -> list[str]:
+        """Move all pages; "" or a reason for each. `meanwhile` is called once before I/O is waited for."""
+        self._meanwhile = meanwhile
         count = len(self.numbers)
         if self.sums is not None and self.memory is not None:
             lengths = self.summed(0, 0)[1]
@@ -190,6 +192,9 @@ class Move(ABC):
 
     def _ended(self, start: int) -> int:
         """Wait for the oldest step, which begins at `start`; return where those that have ended end."""
+        if self._meanwhile is not None:  # there is as much under way as there is room for
+            meanwhile, self._meanwhile = self._meanwhile, None
+            meanwhile()
         flights = self._flights
         while True:
             stop, flight = flights[0]

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .device_moves import FragmentMove, Move, RingMove
-from .engine import DeviceEngine
+from .engine import device_mode_of
 from .landing import ABANDONED
 from .slot_map import regions_of, slot_map, whole_fragments
 from .staging import RingKind, StagingError, given_so_far, lent_ring, on_device
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -122,18 +123,33 @@ class DevicePayload:
         """Do nothing: the pool's tensors are held by its row map."""
         return nullcontext()
 
-    def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
+    def move(
+        self,
+        engine: ByteEngine,
+        places: Places,
+        sums: Sums | None,
+        *,
+        write: bool,
+        meanwhile: Callable[[], object],
+    ) -> list[str]:
         """Move the pages; whatever the device or the engine raises becomes every page's reason."""
-        reasons = self._move(engine, places, sums, write=write)
+        reasons = self._move(engine, places, sums, write=write, meanwhile=meanwhile)
         if write and self.lease is not None and self.lease.ended:
             # The pages may have changed under the write: what was written is not committed.
             return [why or ABANDONED for why in reasons]
         return reasons
 
-    def _move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
+    def _move(
+        self,
+        engine: ByteEngine,
+        places: Places,
+        sums: Sums | None,
+        *,
+        write: bool,
+        meanwhile: Callable[[], object],
+    ) -> list[str]:
         where, device = self.pages.rows.device, self.device
-        takes_device = isinstance(engine, DeviceEngine) and bool(engine.device_mode)
-        user = engine.name if device is not None and takes_device else ""
+        user = engine.name if device is not None and device_mode_of(engine) else ""
         make: type[Move] = RingMove
         kind = RingKind.fitting(where, places.shape.stride, user, write=write)
         lent = self.lease is not None and not write  # nothing may arrive in the pool by itself
@@ -144,9 +160,10 @@ class DevicePayload:
                 if ring.stream is not None and self.begin is not None:
                     ring.stream.wait_event(self.begin)
                 ring.bind()
-                return make(
+                move = make(
                     engine, self.pages, self.numbers, ring, places, sums, write=write, lease=self.lease
-                ).run()
+                )
+                return move.run(meanwhile)
         except StagingError as error:
             _LOG.warning("device pages were not moved: %s", error)
             return [str(error)] * len(self.numbers)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from .flights import Settled
 
@@ -123,6 +123,17 @@ class StartingEngine(DeviceEngine, Protocol):
 
     def start(self, batch: PageBatch, *, write: bool) -> Flight:
         """Begin to write or read every page of a batch in device memory, and return at once."""
+
+
+def device_mode_of(engine: ByteEngine) -> str:
+    """Return how an engine moves memory of CUDA devices, or "" where it does not."""
+    return getattr(engine, "device_mode", None) or ""
+
+
+def as_starting(engine: ByteEngine) -> StartingEngine | None:
+    """Return an engine that can have many batches under way for one thread; None where it cannot."""
+    # Asked for each call; `isinstance` of a protocol takes as long as 100 pages.
+    return cast("StartingEngine", engine) if hasattr(engine, "start") else None
 
 
 def moved(engine: ByteEngine, batch: PageBatch, *, write: bool) -> list[str]:

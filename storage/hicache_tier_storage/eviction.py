@@ -63,9 +63,8 @@ class LeafLru:
         """Enter stored pages of one chain: first 8 bytes of their keys and of their parents', 0 for none."""
         self.touch(slots)
         self._enter(slots, heads, parents)
-        heap, push = self._heap, heapq.heappush
-        for entry in (self.ticks[slots] << _SLOT_BITS | slots).tolist():
-            push(heap, entry)
+        # All that the heap holds is older, so that ascending ticks behind it keep it one.
+        self._heap += (self.ticks[slots] << _SLOT_BITS | slots)[::-1].tolist()
 
     def restore(
         self, slots: NDArray[np.int64], heads: NDArray[np.uint64], parents: NDArray[np.uint64]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from .reader_partition import ReaderPartition
 
     Place: TypeAlias = tuple[Partition, NDArray[np.int64], NDArray[np.int64]]  # rows of a request, slots
+
+_NOT_OURS = -1
 
 
 class Finder:
@@ -33,18 +36,17 @@ class Finder:
         """Look pages up, by partition; those of this process's own are pinned until they are read."""
         core = self._core
         with core.lock:
-            own = list(map(core.index.get, keys))
+            own = np.array(list(map(core.index.get, keys, repeat(_NOT_OURS))), np.int64)
             theirs: dict[ReaderPartition, tuple[list[int], list[int]]] = {}
-            if None in own:
-                foreign = core.foreign.index
-                for row, slot in enumerate(own):
-                    place = foreign.get(keys[row]) if slot is None else None
-                    if place is not None:
-                        rows, slots = theirs.setdefault(place[0], ([], []))
-                        rows.append(row)
-                        slots.append(place[1])
-            mine = [row for row, slot in enumerate(own) if slot is not None]
-            return self._places(theirs, mine, [slot for slot in own if slot is not None])
+            foreign = core.foreign.index
+            for row in np.flatnonzero(own == _NOT_OURS).tolist() if foreign else []:
+                place = foreign.get(keys[row])
+                if place is not None:
+                    rows, slots = theirs.setdefault(place[0], ([], []))
+                    rows.append(row)
+                    slots.append(place[1])
+            mine = np.flatnonzero(own != _NOT_OURS)
+            return self._places(theirs, mine, own[mine])
 
     def find_again(
         self, keys: list[bytes], missed: list[int], tried: set[tuple[int, Partition, int]]
@@ -67,13 +69,13 @@ class Finder:
                         rows.append(row)
                         slots.append(at)
                         break
-            return self._places(theirs, mine, own)
+            return self._places(theirs, np.array(mine, np.int64), np.array(own, np.int64))
 
     def _places(
         self,
         theirs: dict[ReaderPartition, tuple[list[int], list[int]]],
-        mine: list[int],
-        own: list[int],
+        mine: NDArray[np.int64],
+        own: NDArray[np.int64],
     ) -> list[Place]:
         """Pin this process's own pages (rows `mine`, slots `own`). The lock must be held."""
         core = self._core
@@ -81,9 +83,8 @@ class Finder:
             (partition, np.array(rows, np.int64), np.array(slots, np.int64))
             for partition, (rows, slots) in theirs.items()
         ]
-        if core.writer is not None and mine:
-            slots_of = np.array(own, np.int64)
-            core.touch(slots_of)
-            found.append((core.writer, np.array(mine, np.int64), slots_of))
-            np.add.at(core.writer.pins, slots_of, 1)
+        if core.writer is not None and len(mine):
+            core.touch(own)
+            found.append((core.writer, mine, own))
+            core.writer.hold(own)
         return found

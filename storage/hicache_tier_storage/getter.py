@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +16,13 @@ from .record import (
     CHECKSUM_NONE,
     CHECKSUM_XXH3,
     GENERATION_WORD,
+    KEY_WORDS,
     SEQUENCE_WORD,
     Words,
     as_records,
     checksum_seed,
     key_field,
+    key_lengths,
 )
 from .sealed_engine import SealedEngine
 from .slab import SlabDamagedError
@@ -67,9 +70,6 @@ class _Found:
     rows: NDArray[np.int64]
     slots: NDArray[np.int64]
     words: Words
-
-    def keep(self, good: NDArray[np.bool_]) -> _Found:
-        return _Found(self.partition, self.rows[good], self.slots[good], self.words[good])
 
 
 class Getter:
@@ -166,26 +166,27 @@ class Getter:
         usable = self._usable(partition, rows, slots, request)
         order = np.argsort(slots[usable], kind="stable")
         rows, slots = rows[usable][order], slots[usable][order]
-        found = self._check_records(
-            _Found(partition, rows, slots, self._records(partition, slots)), request, lost
-        )
-        if not len(found.slots):
+        if not len(slots):
             return
+        found = _Found(partition, rows, slots, self._records(partition, slots))
         suspect = self._suspects(found)
         files, offsets = partition.locate(found.slots)
         payload, places = request.payload.take(found.rows), Places(files, offsets, partition.facts.shape)
         engine = self._core.engine_for(payload)
+        check = cache(partial(_check_records, found, request.keys))
         if partition.cipher is not None:
             sealed = SealedEngine(engine, partition.cipher, as_records(found.words), found.slots, places)
-            reasons = payload.move(sealed, places, None, write=False)
+            reasons = payload.move(sealed, places, None, write=False, meanwhile=check)
             wrong = sealed.wrong
         else:
             sums = _sums(found, request, suspect) if suspect.any() else None
-            reasons = payload.move(engine, places, sums, write=False)
+            reasons = payload.move(engine, places, sums, write=False, meanwhile=check)
             wrong = _wrong(found, sums) if sums is not None else set()
-        self._judge(found, reasons, wrong, request, lost)
+        good = check()
+        lost += self._judge(found, good, reasons, wrong, request)
         if suspect.any():
-            checked = [i for i in np.flatnonzero(suspect).tolist() if i not in wrong and not reasons[i]]
+            sound = np.flatnonzero(suspect & good).tolist()
+            checked = [i for i in sound if i not in wrong and not reasons[i]]
             partition.trusted[found.slots[checked]] = as_records(found.words)["sequence"][checked]
             if isinstance(partition, WriterPartition):
                 partition.suspect[found.slots[checked]] = False
@@ -233,24 +234,6 @@ class Getter:
             words = partition.tables.gather(slots)
         return words
 
-    def _check_records(self, found: _Found, request: Request, lost: list[tuple[int, bytes]]) -> _Found:
-        """Keep the pages whose records are stable, committed, whole, and of the key asked for."""
-        records = as_records(found.words)
-        wanted = [request.keys[row] for row in found.rows.tolist()]
-        good = found.partition.committed(records)
-        good &= (records["key"] == key_field(wanted)).all(axis=1)
-        good &= records["key_nbytes"] == [len(key) for key in wanted]
-        if good.all():
-            return found
-        bad = found.rows[~good].tolist()
-        request.missed += bad
-        for row in bad:
-            request.status[row] = CHANGED
-        if isinstance(found.partition, WriterPartition):
-            # Nobody else may change our records.
-            lost += [(int(found.slots[i]), wanted[i]) for i in np.flatnonzero(~good).tolist()]
-        return found.keep(good)
-
     def _suspects(self, found: _Found) -> NDArray[np.bool_]:
         """Tell which pages are verified as they are read: those that this process has not seen whole yet."""
         records = as_records(found.words)
@@ -271,19 +254,26 @@ class Getter:
     def _judge(
         self,
         found: _Found,
+        good: NDArray[np.bool_],
         reasons: list[str],
         wrong: set[int],
         request: Request,
-        lost: list[tuple[int, bytes]],
-    ) -> None:
-        """Turn what was read into verdicts: I/O first, then a record that changed, then the checksum."""
+    ) -> list[tuple[int, bytes]]:
+        """Turn what was read into verdicts; return the pages (slot, key) that turned out damaged.
+
+        I/O first, then a record that was not `good` before the read, or is not the same after it, then the
+        checksum.
+        """
         partition, status = found.partition, request.status
-        same = self._unchanged(found)
+        same = good & self._unchanged(found)
         rows, slots = found.rows.tolist(), found.slots.tolist()
+        lost: list[tuple[int, bytes]] = []
         if not wrong and same.all() and not any(reasons):
             for row in rows:
                 status[row] = LOADED
-            return
+            return lost
+        if isinstance(partition, WriterPartition):  # nobody else may change our records
+            lost += [(slots[i], request.keys[rows[i]]) for i in np.flatnonzero(~good).tolist()]
         for i, (row, slot, unchanged) in enumerate(zip(rows, slots, same.tolist(), strict=True)):
             if reasons[i]:
                 status[row] = failed(reasons[i])
@@ -299,6 +289,7 @@ class Getter:
             partition.report(f"{len(lost)} damaged pages")
         if any(reasons):
             self._distrust(found, reasons, request, lost)
+        return lost
 
     def _distrust(
         self, found: _Found, reasons: list[str], request: Request, lost: list[tuple[int, bytes]]
@@ -325,6 +316,15 @@ class Getter:
             again = found.partition.committed(as_records(after))
             same |= again & (before[:, _CONSTANT] == after[:, _CONSTANT]).all(axis=1)
         return same
+
+
+def _check_records(found: _Found, keys: list[bytes]) -> NDArray[np.bool_]:
+    """Tell which records are stable, committed, whole, and of the key asked for."""
+    wanted = list(map(keys.__getitem__, found.rows.tolist()))
+    good = found.partition.committed(as_records(found.words))
+    good &= (found.words[:, KEY_WORDS] == key_field(wanted).view(np.uint64)).all(axis=1)
+    good &= as_records(found.words)["key_nbytes"] == key_lengths(wanted)
+    return good
 
 
 def _sums(found: _Found, request: Request, suspect: NDArray[np.bool_]) -> Sums:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hicache_tier.errors import InvalidArgumentError
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PageKey = bytes | str
+_LENGTHS = frozenset(range(1, KEY_MAX_NBYTES + 1))
 
 
 def normalise_key(key: object) -> bytes:
@@ -44,6 +45,7 @@ def normalise_keys(keys: Iterable[PageKey]) -> list[bytes]:
     """Return the stored form of every key."""
     if isinstance(keys, str | bytes | bytearray):
         raise InvalidArgumentError("keys must be a sequence of keys, got a single one.")
-    return [
-        key if type(key) is bytes and 0 < len(key) <= KEY_MAX_NBYTES else normalise_key(key) for key in keys
-    ]
+    names = list(keys)
+    if set(map(type, names)) == {bytes} and _LENGTHS.issuperset(map(len, names)):  # no Python code a key
+        return cast("list[bytes]", names)
+    return [normalise_key(key) for key in names]

@@ -10,6 +10,8 @@ from .landing import ABANDONED, LeasedBatch, read_leased
 from .payload import HostPayload, summing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .engine import ByteEngine
     from .lease import Lease
     from .payload import Places, Sums
@@ -30,8 +32,17 @@ class Leased(HostPayload):
         """Return the chosen rows."""
         return Leased(self.host, self.addresses[rows], self.nbytes, self.lease)
 
-    def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
+    def move(
+        self,
+        engine: ByteEngine,
+        places: Places,
+        sums: Sums | None,
+        *,
+        write: bool,
+        meanwhile: Callable[[], object],
+    ) -> list[str]:
         """Let the engine move the pages, as long as the lease lasts."""
+        del meanwhile
         shape = places.shape
         batch = LeasedBatch(
             places.files, places.offsets, self.addresses, self.nbytes, shape.page_nbytes, shape.stride

@@ -167,7 +167,7 @@ class Partition:
         try:
             if len(slabs) == 1:
                 return [self.slabs[slabs[0]]] * len(slots), offsets
-            return [self.slabs[number] for number in (slots // shape.slots).tolist()], offsets
+            return list(map(self.slabs.__getitem__, (slots // shape.slots).tolist())), offsets
         except KeyError as gone:
             raise SlabDamagedError(f"slab {gone} is not there") from gone
 

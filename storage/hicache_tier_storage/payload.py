@@ -96,8 +96,21 @@ class Payload(Protocol):
     def in_use(self) -> AbstractContextManager[object]:
         """Keep the memory where it is while the block runs."""
 
-    def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
-        """Write every page to its place, or read it from there; return "" or a reason for each."""
+    def move(
+        self,
+        engine: ByteEngine,
+        places: Places,
+        sums: Sums | None,
+        *,
+        write: bool,
+        meanwhile: Callable[[], object],
+    ) -> list[str]:
+        """Write every page to its place, or read it from there; return "" or a reason for each.
+
+        `meanwhile` is work of the caller's that I/O need not wait for. It is called when as much I/O is under
+        way as can be, or not at all where an engine blocks: the caller calls it afterwards in any case, and
+        it does its work once.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +141,17 @@ class HostPayload:
         """Keep the pool's memory mapped while the block runs."""
         return self.host.in_use()
 
-    def move(self, engine: ByteEngine, places: Places, sums: Sums | None, *, write: bool) -> list[str]:
-        """Let the engine move the pages where they lie."""
+    def move(
+        self,
+        engine: ByteEngine,
+        places: Places,
+        sums: Sums | None,
+        *,
+        write: bool,
+        meanwhile: Callable[[], object],
+    ) -> list[str]:
+        """Let the engine move the pages where they lie; it blocks, so that nothing is done meanwhile."""
+        del meanwhile
         shape = places.shape
         batch = PageBatch(
             places.files, places.offsets, self.addresses, self.nbytes, shape.page_nbytes, shape.stride

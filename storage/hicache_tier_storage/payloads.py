@@ -73,10 +73,10 @@ def _host_payload(
         raise InvalidArgumentError(
             f"the order of axes differs: the host pool is {host.layout.value}, the store {layout.value}."
         )
-    page_numbers(pages, count, unique=unique)
+    numbers = page_numbers(pages, count, unique=unique)
     if count == 0:
         return HostPayload(host, np.empty((0, 1), np.uint64), np.empty(1, np.uint64))
-    addresses, nbytes = host.segment_table(pages)
+    addresses, nbytes = host.segment_table(numbers)
     addresses, nbytes = addresses.astype(np.uint64, copy=False), nbytes.astype(np.uint64, copy=False)
     lease = getattr(host, "lease", None)
     return HostPayload(host, addresses, nbytes) if lease is None else Leased(host, addresses, nbytes, lease)
@@ -116,6 +116,8 @@ def _check_geometry(kind: str, ours: KVGeometry, stored: KVGeometry) -> None:
 
 def page_array(pages: Any) -> NDArray[Any]:  # noqa: ANN401 - whatever was given as page numbers
     """Return page numbers as an array in the host's memory; raises `InvalidArgumentError` for none."""
+    if isinstance(pages, range):  # numpy would ask it for one number after another
+        return np.arange(pages.start, pages.stop, pages.step)
     try:
         return np.asarray(pages.cpu() if hasattr(pages, "cpu") else pages)
     except (TypeError, ValueError) as error:
@@ -129,6 +131,8 @@ def page_numbers(pages: ArrayLike, count: int, *, unique: bool) -> NDArray[np.in
         raise InvalidArgumentError(f"{count} keys need as many pages, got shape {numbers.shape}.")
     if count and numbers.dtype.kind not in "iu":
         raise InvalidArgumentError(f"page numbers must be integers, got {numbers.dtype}.")
-    if unique and len(np.unique(numbers)) != count:
-        raise InvalidArgumentError("a page is named twice: two keys cannot be loaded into one page.")
+    if unique:
+        ordered = np.sort(numbers)
+        if (ordered[1:] == ordered[:-1]).any():
+            raise InvalidArgumentError("a page is named twice: two keys cannot be loaded into one page.")
     return numbers

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 _REPUBLISHED_AT_ONCE = 64
 
 
+def complete(records: NDArray[np.void], odd: NDArray[np.uint64], state: int = COMMITTED) -> None:
+    """Fill in what records say last: state, generation (`odd` while they are written), CRC."""
+    records["state"] = state
+    records["generation"] = odd + np.uint64(1)
+    seal(records)
+
+
 class Publisher:
     """Puts records into the tables of a partition, so that other processes see them whole.
 
@@ -32,10 +39,12 @@ class Publisher:
         self._partition, self._journal = partition, journal
 
     def publish(self, slots: NDArray[np.int64], records: NDArray[np.void], odd: NDArray[np.uint64]) -> None:
-        """Store committed records. Needs no lock for slots that are pinned."""
-        records["state"] = COMMITTED
-        records["generation"] = odd + np.uint64(1)
-        seal(records)
+        """Complete records and store them. Needs no lock for slots that are pinned."""
+        complete(records, odd)
+        self.publish_complete(slots, records)
+
+    def publish_complete(self, slots: NDArray[np.int64], records: NDArray[np.void]) -> None:
+        """Store records that are complete: from now on their pages are there."""
         self._partition.tables.publish(slots, as_words(records))
 
     def publish_free(self, slots: NDArray[np.int64]) -> None:
@@ -45,9 +54,7 @@ class Publisher:
         tables = self._partition.tables
         odd = tables.mark_writing(slots)
         records = new_records(len(slots))
-        records["state"] = FREE
-        records["generation"] = odd + np.uint64(1)
-        seal(records)
+        complete(records, odd, FREE)
         tables.publish(slots, as_words(records))
         self._journal.append(slots)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,15 +12,16 @@ import numpy.ma  # np.unique would import it at its first call, when a fork may 
 
 from hicache_tier.errors import InvalidArgumentError
 
-from .keys import normalise_key
+from .keys import normalise_keys
 from .payload import Places, Sums
+from .publisher import complete
 from .record import (
     CHECKSUM_XXH3,
     FLAG_FROM_GPU,
     FLAG_PINNED,
     checksum_seed,
     key_field,
-    key_head,
+    key_lengths,
     new_records,
 )
 from .sealed_engine import SealedEngine
@@ -27,7 +29,7 @@ from .slab import SlabDamagedError
 from .status import ALREADY_STORED, STORED, PageStatus, failed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -49,33 +51,34 @@ class Offer:
     keys : list of bytes
     parent_keys : sequence of bytes
         Keys of the parents, those that there are.
-    parents : list of int
+    parents : uint64 [n]
         First 8 bytes of each page's parent's key as stored, 0 at the root.
     payload : Payload
     """
 
     keys: list[bytes]
     parent_keys: Sequence[bytes]
-    parents: list[int]
+    parents: NDArray[np.uint64]
     payload: Payload
 
     @classmethod
     def of(cls, keys: list[bytes], parents: Sequence[PageKey | None] | None, payload: Payload) -> Offer:
         """Offer pages; raises `InvalidArgumentError` where there is not one parent, or None, for each."""
+        heads = np.zeros(len(keys), np.uint64)
         if parents is None:
-            return cls(keys, [], [0] * len(keys), payload)
+            return cls(keys, [], heads, payload)
         if len(parents) != len(keys):
             raise InvalidArgumentError(f"{len(keys)} keys need as many parents, got {len(parents)}.")
-        names = [None if parent is None else normalise_key(parent) for parent in parents]
-        heads = [0 if name is None else key_head(name) for name in names]
-        return cls(keys, [name for name in names if name is not None], heads, payload)
+        names = normalise_keys([parent for parent in parents if parent is not None])
+        heads[[parent is not None for parent in parents]] = key_field(names).view("<u8")[:, 0]
+        return cls(keys, names, heads, payload)
 
     def take(self, rows: list[int]) -> Offer:
         """Return the chosen rows; `parent_keys` are those of all."""
         if len(rows) == len(self.keys):
             return self
-        keys, parents = [self.keys[i] for i in rows], [self.parents[i] for i in rows]
-        return Offer(keys, self.parent_keys, parents, self.payload.take(rows))
+        keys = [self.keys[i] for i in rows]
+        return Offer(keys, self.parent_keys, self.parents[rows], self.payload.take(rows))
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +89,8 @@ class Claim:
     ----------
     rows, elsewhere : list of int
         Rows to store; rows that are being stored now, by another call or by an earlier row of this one.
-    keys : dict
-        Keys that are entered as being written, each with this claim.
+    keys : set of bytes
+        Keys of the rows to store, while the claim is entered in `StoreCore.writing`.
     kept : slot numbers, or None
         The pages of the batch, and their parents, that are stored already: pinned, so that none of them is
         evicted for the batch.
@@ -97,22 +100,21 @@ class Claim:
 
     rows: list[int] = field(default_factory=list)
     elsewhere: list[int] = field(default_factory=list)
-    keys: dict[bytes, Claim] = field(default_factory=dict)
+    keys: set[bytes] = field(default_factory=set)
     kept: NDArray[np.int64] | None = None
     over: bool = False
 
 
 @dataclass(slots=True)
 class _Pending:
-    """Pages on their way to disk: allocated slots, what goes there, and the slots' odd generations."""
+    """Pages on their way to disk: allocated slots, what goes there, and their records."""
 
     slots: NDArray[np.int64]
     offer: Offer
     records: NDArray[np.void]
-    odd: NDArray[np.uint64]
 
     def take(self, rows: list[int]) -> _Pending:
-        return _Pending(self.slots[rows], self.offer.take(rows), self.records[rows], self.odd[rows])
+        return _Pending(self.slots[rows], self.offer.take(rows), self.records[rows])
 
 
 class Putter:
@@ -134,7 +136,6 @@ class Putter:
     def put(self, offer: Offer, *, pin: bool) -> list[PageStatus]:
         """Store what is not stored yet; one verdict a page."""
         status = self._put(offer, time.monotonic() + _WAIT_S, pin=pin)
-        _settle_duplicates(offer.keys, status)
         self._core.count("put", status)
         return status
 
@@ -164,6 +165,7 @@ class Putter:
                 again = self._put(offer.take(left), until_s, pin=pin)
                 for at, verdict in zip(left, again, strict=True):
                     status[at] = verdict
+            _settle_duplicates(offer.keys, status)  # a later mention of a new key is stored elsewhere
         return status
 
     def _claim(self, offer: Offer, claim: Claim, *, pin: bool) -> None:
@@ -172,18 +174,13 @@ class Putter:
         What is taken is written down in `claim` at once, with no call in between: whatever is raised here, a
         signal's exception too, finds it there.
         """
-        core, writer = self._core, self._writer
-        own, foreign, writing = core.index, core.foreign.index, core.writing
-        fresh: dict[bytes, Claim] = {}
+        core, writer, own = self._core, self._writer, self._core.index
         known: list[int] = []
-        for at, key in enumerate(offer.keys):
-            if key in own:
-                known.append(own[key])
-            elif key in fresh or (key in writing and not writing[key].over):
-                claim.elsewhere.append(at)
-            elif pin or key not in foreign:  # another writer's page cannot be kept: it is stored here as well
-                fresh[key] = claim
-                claim.rows.append(at)
+        fresh = self._all_new(offer.keys, pin=pin)
+        if fresh:
+            claim.rows = list(range(len(offer.keys)))
+        else:
+            fresh = self._choose(offer.keys, claim, known, pin=pin)
         if known:
             slots = np.array(known, np.int64)
             core.touch(slots)
@@ -193,10 +190,38 @@ class Putter:
             return
         known += [own[parent] for parent in offer.parent_keys if parent in own]
         kept = np.unique(np.array(known, np.int64))
-        claim.keys = fresh
-        writing |= fresh
+        claim.keys, writing = fresh, core.writing
+        writing += [claim]
         writer.pins[kept] += 1
         claim.kept = kept
+
+    def _all_new(self, keys: list[bytes], *, pin: bool) -> set[bytes]:
+        """Return the keys of a batch where `_choose` would choose every row; else none.
+
+        No Python code runs for each key: most batches are such.
+        """
+        core, fresh = self._core, set(keys)
+        tables: list[Mapping[bytes, object]] = [core.index] if pin else [core.index, core.foreign.index]
+        new = (
+            len(fresh) == len(keys)
+            and all(table.keys().isdisjoint(fresh) for table in tables)
+            and all(other.over or other.keys.isdisjoint(fresh) for other in core.writing)
+        )
+        return fresh if new else set()
+
+    def _choose(self, keys: list[bytes], claim: Claim, known: list[int], *, pin: bool) -> set[bytes]:
+        """Sort rows into a claim, and the slots of pages that are here into `known`; return the new keys."""
+        own, foreign = self._core.index, self._core.foreign.index
+        fresh: set[bytes] = set()
+        for at, key in enumerate(keys):
+            if key in own:
+                known.append(own[key])
+            elif key in fresh or self._written_now(key):
+                claim.elsewhere.append(at)
+            elif pin or key not in foreign:  # another writer's page cannot be kept: it is stored here as well
+                fresh.add(key)
+                claim.rows.append(at)
+        return fresh
 
     def _let_go(self, claim: Claim) -> None:
         """Undo a claim, and tell those who wait for its pages."""
@@ -207,9 +232,7 @@ class Putter:
             kept, claim.kept = claim.kept, None
             if kept is not None:
                 self._writer.release(kept)
-            for key in claim.keys:
-                if core.writing.get(key) is claim:
-                    del core.writing[key]
+            core.writing[:] = [other for other in core.writing if not other.over]
             core.written.notify_all()
 
     def _store(
@@ -230,8 +253,14 @@ class Putter:
                 self._writer.give_back(slots.tolist())
                 self._writer.release(slots)
             raise
-        for at, reason in zip(rows, reasons, strict=True):
-            status[at] = failed(reason) if reason else STORED
+        verdicts = [STORED] * len(rows)
+        if any(reasons):
+            verdicts = [failed(reason) if reason else STORED for reason in reasons]
+        if len(rows) == len(status):
+            status[:] = verdicts
+        else:
+            for at, verdict in zip(rows, verdicts, strict=True):
+                status[at] = verdict
 
     def _await(
         self, claim: Claim, keys: list[bytes], status: list[PageStatus], until_s: float, *, pin: bool
@@ -253,8 +282,7 @@ class Putter:
             return [at for at in missing if keys[at] not in claim.keys and not self._written_now(keys[at])]
 
     def _written_now(self, key: bytes) -> bool:
-        other = self._core.writing.get(key)
-        return other is not None and not other.over
+        return any(key in other.keys and not other.over for other in self._core.writing)
 
     def _allocate(self, count: int) -> NDArray[np.int64]:
         """Allocate on undamaged slabs; evicted pages leave the index."""
@@ -273,34 +301,46 @@ class Putter:
     def _write(self, slots: NDArray[np.int64], offer: Offer, sequence: int, *, pin: bool) -> list[str]:
         """Write payloads and records of allocated slots; "" or a reason for each."""
         core, writer = self._core, self._writer
-        records = self._records(offer, sequence, pin=pin)
-        pending = _Pending(slots, offer, records, np.zeros(len(slots), np.uint64))
+        records = new_records(len(slots))
+        pending = _Pending(slots, offer, records)
         try:
-            pending.odd = writer.tables.mark_writing(slots)
+            odd = writer.tables.mark_writing(slots)
             files, offsets = writer.locate(slots)
         except SlabDamagedError:
             return self._commit_some(pending, ["slab_dropped"] * len(slots), {})
         payload, places = offer.payload, Places(files, offsets, writer.facts.shape)
         sums, engine = None, core.engine_for(offer.payload)
+        bare = writer.cipher is None and not self._checksums
+
+        @cache  # once, whoever comes to it first
+        def describe() -> None:
+            self._describe(records, offer, sequence, pin=pin)
+            if bare:
+                complete(records, odd)
+
         if writer.cipher is not None:
-            writer.cipher.prepare(records, pending.odd)
+            describe()
+            writer.cipher.prepare(records, odd)
             engine = SealedEngine(engine, writer.cipher, records, slots, places)
         elif self._checksums:
             records["algorithm"] = CHECKSUM_XXH3
-            seeds = [checksum_seed(key) for key in offer.keys]
+            seeds = list(map(checksum_seed, offer.keys))
             sums = Sums(seeds, [True] * len(seeds), records["checksum"])
-        reasons = payload.move(engine, places, sums, write=True)
+        reasons = payload.move(engine, places, sums, write=True, meanwhile=describe)
+        describe()
+        if not bare:
+            complete(records, odd)  # with what is known only now
         damage = writer.tables.damaged(slots)
         if damage or any(reasons) or not self._commit(pending):
             return self._commit_some(pending, reasons, damage)
         return reasons
 
-    def _records(self, offer: Offer, sequence: int, *, pin: bool) -> NDArray[np.void]:
+    def _describe(self, records: NDArray[np.void], offer: Offer, sequence: int, *, pin: bool) -> None:
+        """Fill in what records say of pages however their bytes are stored."""
         writer, count = self._writer, len(offer.keys)
         now_ns = time.time_ns()
-        records = new_records(count)
         records["key"] = key_field(offer.keys)
-        records["key_nbytes"] = [len(key) for key in offer.keys]
+        records["key_nbytes"] = key_lengths(offer.keys)
         records["sequence"] = np.arange(sequence, sequence + count, dtype=np.uint64)
         records["valid_nbytes"] = writer.facts.shape.page_nbytes
         records["epoch"] = writer.state.epoch
@@ -309,13 +349,12 @@ class Putter:
         records["parent"] = offer.parents
         records["tokens"] = self._core.geometry.page_tokens
         records["flags"] = FLAG_PINNED * pin | FLAG_FROM_GPU * (offer.payload.device is not None)
-        return records
 
     def _commit(self, pending: _Pending) -> bool:
         """Publish and enter pages; False, and nothing done, where a slab was dropped meanwhile."""
         core, writer, slots = self._core, self._writer, pending.slots
         try:
-            writer.records.publish(slots, pending.records, pending.odd)
+            writer.records.publish_complete(slots, pending.records)
         except SlabDamagedError:
             return False
         with core.lock:

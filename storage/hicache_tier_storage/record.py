@@ -59,7 +59,12 @@ SEALED_DTYPE = np.dtype(
 )
 """What a record says instead of a checksum where its page is encrypted."""
 
+_COVERED_DTYPE = np.dtype(
+    {"names": ["bytes"], "formats": [f"V{RECORD_NBYTES - 4}"], "offsets": [4], "itemsize": RECORD_NBYTES}
+)
+
 GENERATION_WORD, SEQUENCE_WORD, ACCESS_WORD = 1, 6, 12
+KEY_WORDS = slice(2, 2 + KEY_MAX_NBYTES // 8)
 
 Words = np.ndarray[tuple[int, int], np.dtype[np.uint64]]
 
@@ -88,8 +93,13 @@ def as_sealed(records: NDArray[np.void]) -> NDArray[np.void]:
 
 def key_field(keys: Sequence[bytes]) -> NDArray[np.uint8]:
     """Zero-padded keys, `uint8 [n, 32]`."""
-    joined = b"".join([key.ljust(KEY_MAX_NBYTES, b"\0") for key in keys])
-    return np.frombuffer(joined, np.uint8).reshape(-1, KEY_MAX_NBYTES)
+    padded = np.array(keys, f"S{KEY_MAX_NBYTES}")
+    return padded.view(np.uint8).reshape(-1, KEY_MAX_NBYTES)
+
+
+def key_lengths(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+    """Lengths of keys, `uint8 [n]`."""
+    return np.fromiter(map(len, keys), np.uint8, len(keys))
 
 
 def key_head(key: bytes) -> int:
@@ -99,23 +109,24 @@ def key_head(key: bytes) -> int:
 
 def key_heads(records: NDArray[np.void]) -> NDArray[np.uint64]:
     """First 8 bytes of the records' keys, as their children's `parent` field holds them."""
-    heads: NDArray[np.uint64] = np.ascontiguousarray(records["key"][:, :8]).view("<u8").ravel()
+    heads: NDArray[np.uint64] = as_words(records)[:, KEY_WORDS.start].copy()
     return heads
+
+
+def _crc(records: NDArray[np.void]) -> NDArray[np.uint32]:
+    """CRC32C of the bytes 4..127 of each record."""
+    covered = records.view(_COVERED_DTYPE)["bytes"].tolist()
+    return np.array(list(map(google_crc32c.value, covered)), np.uint32)
 
 
 def seal(records: NDArray[np.void]) -> None:
     """Fill in each record's CRC32C of its bytes 4..127."""
-    raw = records.tobytes()
-    value = google_crc32c.value
-    records["crc"] = [value(raw[at : at + 124]) for at in range(4, len(raw), RECORD_NBYTES)]
+    records["crc"] = _crc(records)
 
 
 def crc_good(records: NDArray[np.void]) -> NDArray[np.bool_]:
     """Tell which records carry the CRC of their bytes."""
-    raw = records.tobytes()
-    value = google_crc32c.value
-    found = [value(raw[at : at + 124]) for at in range(4, len(raw), RECORD_NBYTES)]
-    good: NDArray[np.bool_] = records["crc"] == np.array(found, np.uint32)
+    good: NDArray[np.bool_] = records["crc"] == _crc(records)
     return good
 
 
@@ -131,11 +142,21 @@ def committed(records: NDArray[np.void], page_nbytes: int, *, encrypted: bool = 
         & (records["valid_nbytes"] == page_nbytes)
         & (records["key_nbytes"] >= 1)
         & (records["key_nbytes"] <= KEY_MAX_NBYTES)
-        & np.isin(records["algorithm"], ALGORITHMS[encrypted])
+        & _has_any(records["algorithm"], ALGORITHMS[encrypted])
     )
-    if good.any():
+    if good.all():
+        good &= crc_good(records)
+    elif good.any():
         good[good] = crc_good(records[good])
     return good
+
+
+def _has_any(column: NDArray[np.uint8], values: tuple[int, ...]) -> NDArray[np.bool_]:
+    """As `numpy.isin`, for few values."""
+    has = np.zeros(len(column), np.bool_)
+    for value in values:
+        has |= column == value
+    return has
 
 
 def keys_of(records: NDArray[np.void]) -> list[bytes]:

@@ -31,13 +31,18 @@ class PageStatus(int):
     @property
     def kind(self) -> str:
         """The reason without its details, for counters."""
-        return self.reason.partition(":")[0]
+        return kind_of(self.reason)
 
     def __repr__(self) -> str:
         return f"PageStatus({bool(self)}, {self.reason!r})"
 
     def __reduce__(self) -> tuple[type[PageStatus], tuple[bool, str]]:
         return (PageStatus, (bool(self), self.reason))
+
+
+def kind_of(reason: str) -> str:
+    """Return a reason without its details."""
+    return reason.partition(":")[0]
 
 
 @lru_cache(maxsize=256)

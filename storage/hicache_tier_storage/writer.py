@@ -157,7 +157,7 @@ class WriterPartition(Partition):
             torn = vacant[as_records(table.words[vacant])["state"] != FREE]
             self.records.publish_free(torn + number * size)
             free += (vacant + number * size).tolist()
-        self._free.load(free)
+        self._free.add(free)
 
     @property
     def is_gone(self) -> bool:
@@ -235,9 +235,19 @@ class WriterPartition(Partition):
         self.resize((number + 1) * size)
         self._free.add(range(number * size, (number + 1) * size))
 
+    def hold(self, slots: NDArray[np.int64]) -> None:
+        """Pin slots until `release`, once for each mention."""
+        self._count_pins(slots, 1)
+
+    def _count_pins(self, slots: NDArray[np.int64], by: int) -> None:
+        if (slots[1:] > slots[:-1]).all():
+            self.pins[slots] += by  # much the faster, and wrong where a slot is named twice
+        else:
+            np.add.at(self.pins, slots, by)
+
     def release(self, slots: NDArray[np.int64]) -> None:
         """Unpin slots; those freed meanwhile go back to the free list."""
-        np.subtract.at(self.pins, slots, 1)
+        self._count_pins(slots, -1)
         self._free.release(slots, self.pins)
 
     def free(self, slots: Sequence[int]) -> list[bytes]:
@@ -256,7 +266,7 @@ class WriterPartition(Partition):
         index = index[np.isin(index // self.facts.shape.slots, list(self.slabs))]
         damaged = list(self.tables.damaged(index))
         self.records.publish_free(index[~np.isin(index // self.facts.shape.slots, damaged)])
-        self._free.give_back(index.tolist(), self.pins)
+        self._free.give_back(index, self.pins)
 
     def damaged_slabs(self, slots: Sequence[int]) -> dict[int, str]:
         """Look at the files under these slots; return each slab that cannot serve, and why."""

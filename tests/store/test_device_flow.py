@@ -18,7 +18,7 @@ from hicache_tier.testing.array_pool import blank_pages, fill_pages, keys_of, pa
 from hicache_tier.testing.device_rig import ALIGNED, GEOMETRIES, BytePool
 from hicache_tier.testing.kvikio_stand_in import CuFile
 from hicache_tier.testing.store import PageStoreSuite
-from hicache_tier_storage import kvikio_engine, nixl_device, nixl_engine, open_store, staging
+from hicache_tier_storage import getter, kvikio_engine, nixl_device, nixl_engine, open_store, staging
 from hicache_tier_storage.checksum import page_checksum
 from hicache_tier_storage.device_moves import RingMove
 from hicache_tier_storage.engine import DeviceMemory, StartingEngine
@@ -29,6 +29,7 @@ from hicache_tier_storage.nixl_engine import NixlEngine
 from hicache_tier_storage.nixl_lane import posix_plugin
 from hicache_tier_storage.nixl_package import why_no_nixl
 from hicache_tier_storage.posix import PosixEngine
+from hicache_tier_storage.putter import Putter
 from hicache_tier_storage.slab import StoreFile
 
 needs_nixl = [pytest.mark.nixl, pytest.mark.skipif(bool(why_no_nixl()), reason=why_no_nixl())]
@@ -179,6 +180,16 @@ def test_a_damaged_page_of_a_run_is_not_loaded(rig):
     assert kinds(status) == ["checksum" if number == 5 else "loaded" for number in range(64)]
 
 
+def test_a_damaged_record_costs_its_page_alone(rig):
+    """It is told while pages are under way."""
+    assert all(rig.store.put(rig.keys, rig.device, range(64)))
+    slot = rig.store._core.index[rig.keys[5]]
+    rig.store._core.writer.tables.tables[0].words[slot, 7] ^= np.uint64(1)
+    status = rig.store.get(rig.keys, rig.device, range(64, 128))
+    assert kinds(status) == ["changed" if number == 5 else "loaded" for number in range(64)]
+    assert rig.store.get(rig.keys[5:6], rig.device, [69])[0].reason == "absent"
+
+
 def test_nothing_lands_after_the_lease(rig, monkeypatch):
     assert all(rig.store.put(rig.keys, rig.device, range(64)))
     short_steps(monkeypatch, 8)
@@ -264,6 +275,30 @@ def test_as_much_is_under_way_as_the_ring_has_room_for(memory_path, monkeypatch,
         assert all(store.get(keys, device, range(32, 63)))
         assert engine.seen == expected
     assert all(pages_equal(device, range(32, 63), keys, NBYTES))
+    engine.close()
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_records_are_seen_to_while_pages_are_under_way(memory_path, monkeypatch, checksums):
+    short_steps(monkeypatch, 8)
+    engine, device, keys, seen = Patient(), BytePool(ALIGNED, "page_first", 32), keys_of("records", 16), []
+
+    def noting(real):
+        def noted(*arguments, **options):
+            seen.append(len(engine.under_way))
+            return real(*arguments, **options)
+
+        return noted
+
+    monkeypatch.setattr(Putter, "_describe", noting(Putter._describe))
+    monkeypatch.setattr(getter, "_check_records", noting(getter._check_records))
+    fill_pages(device, range(16), keys, NBYTES)
+    options = {"capacity_bytes": "16 MiB", "engine": engine, "checksums": checksums}
+    with open_store(memory_path, ALIGNED, "page_first", **options) as store:
+        assert all(store.put(keys, device, range(16)))
+        assert all(store.get(keys, device, range(16, 32)))
+    assert seen == [8, 8]
+    assert all(pages_equal(device, range(16, 32), keys, NBYTES))
     engine.close()
 
 
