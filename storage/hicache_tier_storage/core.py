@@ -209,5 +209,6 @@ class StoreCore:
             self.foreign.lose_pages(partition, pages)
         elif isinstance(partition, WriterPartition):
             self.drop_slabs(partition, partition.damaged_slabs([slot for slot, _ in pages]))
-            mine = [slot for slot, key in pages if partition.keys.get(slot) == key]
+            once = dict.fromkeys(pages)  # a call may name a page twice
+            mine = [slot for slot, key in once if partition.keys.get(slot) == key]
             self.forget(partition.free(mine))

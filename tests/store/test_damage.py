@@ -54,6 +54,21 @@ def test_a_damaged_payload_is_a_miss_of_that_page_alone(shop, keys, fault, verif
     assert shop.get(store, keys[:20]) == ["loaded"] * 20
 
 
+@pytest.mark.parametrize("what", ["payload", "record"])
+def test_a_damaged_page_that_is_asked_for_twice(shop, keys, what):
+    store = shop.open(verify="always")
+    shop.put(store, keys[:3])
+    if what == "payload":
+        rewrite(*place(store, keys[1]), BYTE_FAULTS["bit"])
+    else:
+        number, slot = slot_of(store, keys[1])
+        writer_of(store).tables.tables[number].words[slot, 7] ^= np.uint64(1)
+    why = "checksum" if what == "payload" else "changed"
+    assert shop.get(store, [keys[1], keys[0], keys[1]]) == [why, "loaded", why]
+    assert shop.get(store, keys[:3]) == ["loaded", "absent", "loaded"]
+    assert shop.put(store, keys[:3]).count("stored") == 1
+
+
 def test_swapped_pages_are_caught(shop, keys):
     store = shop.open(verify="always")
     shop.put(store, keys[:4])
