@@ -48,6 +48,7 @@ How fast the copy engine is then depends on how busy the machine's cores are (0.
 copy for 64 KiB on two H200 machines of one kind), so it is taken only where it measured best."""
 LONG_NBYTES = 64 << 10
 """Fragments this long fill the link; whether pages follow one another need not be looked at."""
+_MOST = 1 << 62
 _FAR = 2.5
 """Distance, in powers of two, beyond which a measurement says nothing."""
 
@@ -180,21 +181,10 @@ class CalibrationTable:
             data: dict[str, Any] = json.loads(text)
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']!r}")  # noqa: TRY301 - one way out for all faults
-            rows = [
-                Measurement(
-                    str(row["direction"]),
-                    int(row["fragment_nbytes"]),
-                    int(row["count"]),
-                    int(row["window_nbytes"]),
-                    {str(name): float(ratio) for name, ratio in row["ratios"].items()},
-                )
-                for row in data["measurements"]
-            ]
-            if any(min(row.fragment_nbytes, row.count) < 1 or not row.ratios for row in rows):
-                raise ValueError("a measurement of nothing")  # noqa: TRY301 - the same
-            return cls(str(data["device"]), tuple(rows))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"not a calibration table: {error!r}") from error
+            rows = tuple(_measurement(row) for row in data["measurements"])
+            return cls(str(data["device"]), rows)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidArgumentError(f"not a calibration table: {error!r}"[:300]) from error
 
     def to_json(self) -> str:
         """Return the table as text."""
@@ -233,6 +223,23 @@ class CalibrationTable:
         return Expectation(best.fragment_nbytes, ratios)
 
 
+def _measurement(row: dict[str, Any]) -> Measurement:
+    """Read one row; raises what a row of another kind makes Python raise."""
+    found = Measurement(
+        str(row["direction"]),
+        int(row["fragment_nbytes"]),
+        int(row["count"]),
+        int(row["window_nbytes"]),
+        {str(name): float(ratio) for name, ratio in row["ratios"].items()},
+    )
+    sizes = found.fragment_nbytes, found.count, found.window_nbytes + 1
+    if not all(0 < size < _MOST for size in sizes) or not found.ratios:
+        raise ValueError("a measurement of nothing")
+    if not all(0 <= ratio < _MOST for ratio in found.ratios.values()):  # false for NaN
+        raise ValueError(f"ratios {dict(found.ratios)}")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """What engines are expected to reach, by measurements with fragments of so many bytes."""
@@ -265,8 +272,8 @@ def table_path(device: str, folder: Path | None = None) -> Path:
 @cache
 def table_for(device: str) -> CalibrationTable:
     """Return what was measured on this machine, or the shipped table."""
-    with suppress(OSError, InvalidArgumentError):
-        return CalibrationTable.from_json(table_path(device).read_text())
+    with suppress(OSError, UnicodeDecodeError, InvalidArgumentError):
+        return CalibrationTable.from_json(table_path(device).read_text(encoding="utf-8"))
     return CalibrationTable.shipped()
 
 

@@ -144,13 +144,22 @@ def test_there_and_back(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", '{"format": 2}', '{"format": 1, "device": "x", "measurements": [{}]}', "\0"]
+    ["", "{}", "[]", '{"format": 2}', '{"format": 1, "device": "x", "measurements": [{}]}', "\0", "[" * 99999]
     + [
         json.dumps({"format": 1, "device": "x", "measurements": [{**good, **bad}]})
         for good in (
             {"direction": "load", "fragment_nbytes": 1, "count": 1, "window_nbytes": 0, "ratios": {"a": 1}},
         )
-        for bad in ({"count": 0}, {"ratios": {}}, {"ratios": []}, {"fragment_nbytes": "x"})
+        for bad in (
+            {"count": 0},
+            {"count": 1 << 9999},
+            {"window_nbytes": -1},
+            {"ratios": {}},
+            {"ratios": []},
+            *({"ratios": {"a": ratio}} for ratio in (float("nan"), float("inf"), -1.0)),
+            {"fragment_nbytes": "x"},
+            {"fragment_nbytes": float("inf")},
+        )
     ],
 )
 def test_a_damaged_table_is_refused_and_the_shipped_one_used(text, tmp_path, monkeypatch):
@@ -160,6 +169,15 @@ def test_a_damaged_table_is_refused_and_the_shipped_one_used(text, tmp_path, mon
     entry = table_path("Damaged")
     entry.parent.mkdir()
     entry.write_text(text)
+    table_for.cache_clear()
+    assert table_for("Damaged") == CalibrationTable.shipped()
+
+
+def test_a_table_that_is_no_text_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("HICACHE_TIER_CACHE", str(tmp_path))
+    entry = table_path("Damaged")
+    entry.parent.mkdir()
+    entry.write_bytes(b"\xff\xfe\x00")
     table_for.cache_clear()
     assert table_for("Damaged") == CalibrationTable.shipped()
 
