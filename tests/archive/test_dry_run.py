@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -12,6 +13,7 @@ from hicache_tier.testing.store_rig import tree
 from hicache_tier_storage.archive import (
     ArchiveError,
     ArchiveExistsError,
+    destination,
     export_archive,
     exporting,
     import_archive,
@@ -129,3 +131,69 @@ def test_a_dry_run_refuses_what_is_no_archive(shop, tmp_path, place):
     for dry_run in (True, False):
         with pytest.raises(ArchiveExistsError, match="no archive"):
             export_archive(root, place, dry_run=dry_run, overwrite=True)
+
+
+def in_the_way(work, what):
+    """Put something where an export would keep what is not finished."""
+    state = work / ".hct-export"
+    if what == "file":
+        work.write_text("mine")
+    elif what == "folder":
+        work.mkdir()
+        (work / "thesis.txt").write_text("mine")
+    elif what == "folder as its job":
+        (state / "job.json").mkdir(parents=True)
+    else:
+        (work.parent / "mine" / "there").mkdir(parents=True)
+        if what == "link":
+            work.symlink_to("mine")
+        elif what == "link to nothing":
+            work.symlink_to("nothing")
+        else:
+            work.mkdir()
+            state.symlink_to("../mine")
+
+
+@pytest.mark.parametrize(
+    "what", ["file", "folder", "folder as its job", "link", "link to nothing", "link as its state"]
+)
+@pytest.mark.parametrize("name", ["archive", "archive.zip"])
+def test_a_dry_run_refuses_what_is_in_the_way_of_the_unfinished_archive(shop, tmp_path, name, what):
+    root, _ = shop.fill()
+    in_the_way(tmp_path / f"{name}.partial", what)
+    before = tree(tmp_path)
+    for overwrite in (False, True):
+        for dry_run in (True, False):
+            with pytest.raises(ArchiveExistsError, match="in the way"):
+                export_archive(root, tmp_path / name, dry_run=dry_run, overwrite=overwrite)
+    assert tree(tmp_path) == before
+
+
+def test_a_dry_run_refuses_a_name_that_is_too_long_and_a_job_that_cannot_be_read(shop, tmp_path, monkeypatch):
+    root, _ = shop.fill()
+    for length in (250, 256):
+        for dry_run in (True, False):
+            with pytest.raises(ArchiveError, match="too long"):
+                export_archive(root, tmp_path / ("a" * length), dry_run=dry_run)
+    monkeypatch.setattr(destination, "read_inside", denied)
+    for dry_run in (True, False):
+        with pytest.raises(ArchiveError, match=r"job\.json cannot be read: Permission denied"):
+            export_archive(root, tmp_path / "archive", dry_run=dry_run)
+
+
+def denied(*_):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def test_a_dry_run_sees_an_archive_that_a_kill_left_aside(shop, tmp_path):
+    """The export puts it back, and then refuses to replace it unasked."""
+    root, _ = shop.fill()
+    target, aside = tmp_path / "archive", tmp_path / "archive.partial" / ".hct-export" / "replaced"
+    export_archive(root, target)
+    aside.parent.mkdir(parents=True)
+    target.rename(aside)
+    before = tree(tmp_path)
+    with pytest.raises(ArchiveExistsError, match="--overwrite replaces it"):
+        export_archive(root, target, dry_run=True)
+    assert export_archive(root, target, dry_run=True, overwrite=True).pages == 20
+    assert tree(tmp_path) == before

@@ -6,12 +6,14 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import zipfile
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hicache_tier_storage.access import Access
-from hicache_tier_storage.inside import read_inside
+from hicache_tier_storage.inside import NotPlainError, read_inside
 from hicache_tier_storage.metadata import sync_directory
 
 from .documents import ARCHIVE_FORMAT, MANIFEST, STATE, foreign_names
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 JOB = f"{STATE}/job.json"
+_REPLACED = f"{STATE}/replaced"
 _MOST_MANIFEST_NBYTES = 16 << 20
 _MAX_STATE_NBYTES = 256 << 20
 
@@ -72,9 +75,13 @@ def check_destination(place: Place, job: dict[str, Any] | None, *, overwrite: bo
         As `open_destination`.
     """
     if place.kind is not Kind.OBJECTS:
-        refuse_existing(place, overwrite=overwrite)
+        work = _work_folder(place)
+        _refuse_work(work)
         check_parent(place.path)
-        old = _read(_work_folder(place), JOB)
+        if job is not None and _is_aside(place):  # an export puts it back, and then looks
+            place = replace(place, path=work / _REPLACED)
+        refuse_existing(place, overwrite=overwrite)
+        old = _read(work, JOB)
     elif place.path.name and not place.path.exists():  # of a file URL
         check_parent(place.path)
         return
@@ -169,13 +176,12 @@ class FolderDestination:
         self._overwrite = overwrite
         self._path = place.path
         self._work = _work_folder(place)
-        self._replaced = self._work / STATE / "replaced"
-        if self._replaced.exists() and not self._path.exists():  # killed in the middle of `finish`
+        self._replaced = self._work / _REPLACED
+        _refuse_work(self._work)
+        if _is_aside(place):
             self._replaced.rename(self._path)
         self._replaces = refuse_existing(place, overwrite=overwrite)
         self.scratch = self._work / STATE / "drafts"
-        if self._work.exists() and not (self._work / STATE).is_dir() and any(self._work.iterdir()):
-            raise ArchiveExistsError(f"{self._work} is in the way: an export writes there, and it is none.")
         try:
             Access.PRIVATE.make_folder(self._work / STATE)
             self._lock = os.open(self._work / STATE / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -261,11 +267,38 @@ def _work_folder(place: Place) -> Path:
     return place.path.with_name(place.path.name + ".partial")
 
 
-def _read(folder: Path, name: str) -> bytes | None:
+def _refuse_work(work: Path) -> None:
+    """Refuse what bears the name of the work folder and is no folder of an export, nor an empty one."""
     try:
-        return read_inside(folder / name, name.count("/") + 1, _MAX_STATE_NBYTES)
+        ours = stat.S_ISDIR(work.lstat().st_mode) and (_is_export(work) or not any(work.iterdir()))
+    except (FileNotFoundError, NotADirectoryError):  # of which `check_parent` tells
+        return
+    except OSError as error:
+        raise ArchiveError(f"{work} cannot be made: {error.strerror}.") from error
+    if not ours:
+        raise ArchiveExistsError(f"{work} is in the way: an export writes there, and it is none.")
+
+
+def _is_aside(place: Place) -> bool:
+    """Whether an export was killed in the middle of `finish`, the archive to be replaced put aside."""
+    return (_work_folder(place) / _REPLACED).exists() and not place.path.exists()
+
+
+def _is_export(work: Path) -> bool:
+    state = work / STATE
+    return state.is_dir() and not state.is_symlink()
+
+
+def _read(folder: Path, name: str) -> bytes | None:
+    path = folder / name
+    try:
+        return read_inside(path, name.count("/") + 1, _MAX_STATE_NBYTES)
     except FileNotFoundError:
         return None
+    except NotPlainError as error:
+        raise ArchiveExistsError(f"{path} is in the way: {error.strerror}.") from error
+    except OSError as error:
+        raise ArchiveError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def refuse_existing(place: Place, *, overwrite: bool) -> bool:
