@@ -106,7 +106,8 @@ class EncryptionKey:
 
     def fits(self, check: str, namespace: str) -> bool:
         """Whether the namespace that states this check is encrypted with this key."""
-        return hmac.compare_digest(self.check_of(namespace), check)
+        # As bytes: text of other alphabets, which a damaged file may hold, is nothing that it compares.
+        return hmac.compare_digest(self.check_of(namespace).encode(), check.encode(errors="replace"))
 
     def for_partition(self, place: str) -> bytes:
         """Return the key of a partition, by its path below the root."""

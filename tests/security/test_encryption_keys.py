@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import shutil
@@ -14,6 +15,8 @@ from hicache_tier.testing.store_rig import (
     tree,
 )
 from hicache_tier_storage import EncryptionKey, open_store
+from hicache_tier_storage.archive import export_archive
+from hicache_tier_storage.inspection import verify_root
 
 KEY, OTHER = EncryptionKey(bytes(range(32))), EncryptionKey(bytes(range(1, 33)))
 
@@ -53,6 +56,35 @@ def test_a_wrong_key_is_told_by_a_partition_where_the_namespaces_document_is_dam
     assert stored.open(encryption=KEY).match_prefix(keys) == 40
     with pytest.raises(EncryptionError):
         stored.open(encryption=OTHER)
+
+
+@pytest.mark.parametrize("damage", ["\u00e9", "\ud800"])
+def test_a_check_of_strange_letters_is_that_of_another_key(stored, keys, tmp_path, damage):
+    partition, space = stored.paths.root / "zarr.json", stored.paths.root.parents[1] / "zarr.json"
+
+    def write(path):
+        old = path.read_text()
+        document = json.loads(old)
+        document["attributes"]["hicache_tier"]["encryption"]["key_check"] = damage * 32
+        path.write_text(json.dumps(document))
+        return old
+
+    old = write(partition)
+    with pytest.raises(EncryptionError, match="another key"):
+        stored.open(encryption=KEY)
+    for call in (
+        lambda: verify_root(stored.root, encryption=KEY),
+        lambda: export_archive(stored.root, tmp_path / "archive", encryption=KEY),
+    ):
+        with pytest.raises(EncryptionError, match="another key"):
+            call()
+    reader = stored.open(encryption=KEY, read_only=True)
+    assert reader.match_prefix(keys) == 0, "it goes on with what others have written"
+    partition.write_text(old)
+    write(space)
+    for read_only in (False, True):
+        with pytest.raises(EncryptionError, match="another key"):
+            stored.open(encryption=KEY, read_only=read_only)
 
 
 def test_pages_in_clear_are_not_taken_for_encrypted_ones(shop, keys, caplog):
