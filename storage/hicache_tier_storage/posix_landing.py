@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import weakref
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from .lease import Lease
     from .posix import PosixEngine
     from .vectors import Iov, RunPlan
+
+_LOG = logging.getLogger(__name__)
 
 
 def _preadv2() -> Any:  # noqa: ANN401 - a function of the C library
@@ -44,22 +48,53 @@ _PREADV2 = _preadv2()
 class LandingBuffer:
     """Memory that a device reads to, and a file over it, so that one call copies from it to many places.
 
+    Where no such file can be had, as with too many open files, it is plain memory, copied piece by piece.
+
     Parameters
     ----------
     nbytes : int
 
     Attributes
     ----------
-    fd, address, nbytes : int
+    address, nbytes : int
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.fd = os.memfd_create("hct-landing", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.fd)
-        os.ftruncate(self.fd, nbytes)
-        self._memory = mmap.mmap(self.fd, nbytes)
+        self._fd: int | None = None
+        try:
+            self._fd, self._memory = _mapped_file(nbytes)
+            weakref.finalize(self, os.close, self._fd)
+        except OSError as error:
+            _tell(error.strerror)
+            self._memory = mmap.mmap(-1, nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.nbytes = nbytes
+
+    def copy_to(self, run: Run) -> int:
+        """Copy from its beginning to where a run's pages are wanted; return how many bytes were."""
+        if self._fd is not None:
+            return PREADV(self._fd, run.pointer, run.vectors, 0)  # type: ignore[no-any-return]
+        raw = (ctypes.c_uint64 * (2 * run.vectors)).from_address(run.pointer)
+        source = self.address
+        for target, nbytes in zip(raw[::2], raw[1::2], strict=True):
+            ctypes.memmove(target, source, nbytes)
+            source += nbytes
+        return source - self.address
+
+
+def _mapped_file(nbytes: int) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("hct-landing", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        return fd, mmap.mmap(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+@cache  # once a reason
+def _tell(why: str | None) -> None:
+    _LOG.warning("no file over memory can be had (%s): reads are copied piece by piece.", why)
 
 
 class Landing:
@@ -138,7 +173,7 @@ class Landing:
         if not self._enter(run.first, run.last):
             return
         try:
-            if PREADV(buffer.fd, run.pointer, run.vectors, 0) == run.nbytes:
+            if buffer.copy_to(run) == run.nbytes:
                 self._arrived(run.first, run.last)
             else:  # the caller's memory is not there
                 failure = self._engine.reason(ctypes.get_errno() or errno.EFAULT)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +22,7 @@ from hicache_tier.testing.array_pool import (
     write_page,
 )
 from hicache_tier.testing.faults import FaultyEngine, Hang
-from hicache_tier_storage import open_store
+from hicache_tier_storage import open_store, posix_landing
 from hicache_tier_storage.lease import Lease
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.probe import probe_posix
@@ -91,6 +95,43 @@ def test_a_leased_get_brings_the_bytes_that_a_plain_one_brings(tmp_path, pool, m
         assert all(read_page(pool, page) == BLANK for page in outside)
     store.close()
     engine.close()
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+@pytest.mark.parametrize("verb", ["memfd_create", "ftruncate"])
+def test_a_leased_get_without_a_file_over_memory(tmp_path, pool, mode, verb, monkeypatch, caplog):
+    """As with too many open files: the pages come all the same, and one line tells of it."""
+    engine = posix(tmp_path, mode, threads=1)
+    store = opened(tmp_path, pool, engine)
+    keys, pages = keys_of("k", 64), list(np.random.default_rng(1).permutation(64))
+    fill_pages(pool, pages, keys, NBYTES)
+    assert all(store.put(keys, View(pool), pages))
+    monkeypatch.setattr(posix_landing, "_PREADV2", None)  # nothing is read in place
+    monkeypatch.setattr(posix_landing.os, verb, no_more_files)
+    posix_landing._tell.cache_clear()
+    for count in (1, 20, 64):  # each needs more memory than the one before
+        blank_pages(pool, range(64), NBYTES)
+        assert all(store.get(keys[:count], View(pool), pages[:count]))
+        assert all(pages_equal(pool, pages[:count], keys[:count], NBYTES))
+        assert all(read_page(pool, page) == BLANK for page in pages[count:])
+    assert [record.message for record in caplog.records] == [
+        "no file over memory can be had (Too many open files): reads are copied piece by piece."
+    ]
+    assert not files_over_memory()
+    store.close()
+    engine.close()
+
+
+def files_over_memory():
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(str(path.readlink()))
+    return [name for name in found if "hct-landing" in name]
+
+
+def no_more_files(*_):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 @pytest.mark.parametrize("lands", [False, True])
