@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+
+import pytest
 
 from hicache_tier.integrations.sglang.health import Health
 from hicache_tier.testing.array_pool import keys_of
@@ -41,6 +44,29 @@ def test_a_breaker_closes_although_the_calls_that_opened_it_never_return(tmp_pat
     assert until(lambda: rig.look(NAMES) == 16, 30.0)
     assert rig.get(NAMES[:2], range(2)) == ["loaded"] * 2
     engine.end.set()
+    rig.desk.close()
+
+
+class Pauses(threading.Event):
+    """Notes how long it is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked_s = []
+
+    def wait(self, timeout=None):
+        self.asked_s.append(timeout)
+        return super().wait(0.01)
+
+
+@pytest.mark.parametrize(("interval_s", "pause_s"), [(1e-9, 0.01), (0.1, 0.025), (60, 0.05)])
+def test_the_watch_pauses_however_short_the_interval_is(tmp_path, engine, interval_s, pause_s):
+    rig = Rig(tmp_path / "root", engine, probe_interval_s=interval_s)
+    rig.desk._try_reads = lambda: False
+    closing = rig.desk._closing = Pauses()
+    rig.desk.health.late()
+    assert until(lambda: len(closing.asked_s) > 3, 30.0)
+    assert set(closing.asked_s) == {pause_s}
     rig.desk.close()
 
 

@@ -29,6 +29,7 @@ _LOG = logging.getLogger(__name__)
 _FOLLOW_EVERY_S = 0.02  # how often other writers are looked at, while there are lookups
 _FOLLOW_S = 0.05  # what a lookup waits for that, at most, where it does not say
 _SAMPLE_EVERY_S = 5.0
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.01, 0.05  # between two looks whether reads are to be tried out
 _MOST_PROBES = 32  # that never return: at half a minute each, after the first
 _OPEN_S = 60.0  # a store of millions of pages takes seconds
 _CLOSE_S = 5.0
@@ -223,9 +224,10 @@ class Desk:
 
     def _watch_loop(self) -> None:
         sampled_s = time.monotonic()
+        pause_s = max(_LEAST_PAUSE_S, min(_MOST_PAUSE_S, self._options.probe_interval_s / 4))
         while not self._closing.is_set():
             if self.health.suspected.is_set():
-                self._closing.wait(min(0.05, self._options.probe_interval_s / 4))
+                self._closing.wait(pause_s)
                 self._probe()
             else:
                 self.health.suspected.wait(0.25)
