@@ -263,11 +263,11 @@ class BoundedStore(PageStore):
                 return work()
 
         def abandon(call: Call) -> None:
-            _LOG.warning("%s: a %s did not return within %g s and is left", self.root, verb, self.deadline_s)
             memory.abandon()
             with self._late_lock:
                 self._late += 1
             call.leave(lambda: self._returned(memory))
+            _LOG.warning("%s: a %s did not return within %g s and is left", self.root, verb, self.deadline_s)
 
         until_s, call = time.monotonic() + self.deadline_s, None
         hangs = self._late >= _MOST_LATE

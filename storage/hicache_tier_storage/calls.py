@@ -29,13 +29,16 @@ class Call:
         On the monotonic clock.
     """
 
-    __slots__ = ("_done", "_late", "_lock", "_work", "error", "result", "started_s")
+    __slots__ = ("_gate", "_late", "_lock", "_returned", "_work", "error", "result", "started_s")
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
-        self._done = threading.Lock()
-        self._done.acquire()
+        self._gate = (
+            threading.Lock()
+        )  # to wait at; it says nothing: a signal may raise as a wait has taken it
+        self._gate.acquire()
         self._lock = threading.Lock()
+        self._returned = False
         self._late: Callable[[], object] | None = None
         self.error: BaseException | None = None
         self.result: Any = None
@@ -50,17 +53,17 @@ class Call:
         finally:
             del self._work
             with self._lock:
-                self._done.release()
+                self._returned = True
                 late = self._late
+            self._gate.release()
             if late is not None:
                 late()
 
     def wait(self, until_s: float) -> bool:
         """Wait until a time on the monotonic clock; say whether the call has returned."""
-        if not self._done.acquire(timeout=max(0.0, until_s - time.monotonic())):
-            return False
-        self._done.release()
-        return True
+        if not self._returned and self._gate.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            self._gate.release()
+        return self._returned
 
     def outcome(self) -> Any:  # noqa: ANN401 - whatever the work returns
         """Return what it returned, or raise what it raised; after a `wait` that was in time."""
@@ -71,7 +74,7 @@ class Call:
     def leave(self, late: Callable[[], object]) -> None:
         """Wait no more; `late` is called when the call returns, at once where it just has."""
         with self._lock:
-            if self._done.locked():
+            if not self._returned:
                 self._late = late
                 return
         late()
@@ -109,14 +112,14 @@ class Lane:
 
     def start(self, work: Callable[[], Any]) -> Call | None:
         """Begin a call; None where every thread is taken, or none can be started."""
+        call = Call(work)
         with self._lock:
             if self._closed or self._busy >= self._most:
                 return None
             if self._busy >= self._threads and not self._start_thread():
                 return None
             self._busy += 1
-        call = Call(work)
-        self._queue.put(call)
+            self._queue.put(call)  # with no call in between, where a signal could raise
         return call
 
     def close(self) -> None:
