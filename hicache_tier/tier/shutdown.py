@@ -56,7 +56,9 @@ class Shutdown:
         self._writer = writer
         self._report: CloseReport | None = None
         self._unsaved_pages = 0
-        self._closing = threading.Lock()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._closing = False
 
     def flush(self, timeout_s: float) -> int:
         """See `Tier.flush`."""
@@ -85,15 +87,22 @@ class Shutdown:
         """See `Tier.close`."""
         if self._core.forked:
             return CloseReport()
-        if not self._closing.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
-            with self._core.held():  # another call closes, and takes longer than this one may
-                return self._left()
+        mine, wait_s = False, min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
         try:
+            with self._lock:
+                if self._changed.wait_for(lambda: not self._closing, wait_s):
+                    self._closing = mine = True  # with no call in between, where a signal could raise
+            if not mine:
+                with self._core.held():  # another call closes, and takes longer than this one may
+                    return self._left()
             if self._report is None:
                 self._report = self._close(timeout_s)
             return self._report
         finally:
-            self._closing.release()
+            if mine:
+                with self._lock:
+                    self._closing = False
+                    self._changed.notify_all()
 
     def _close(self, timeout_s: float) -> CloseReport:
         core = self._core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,6 +53,27 @@ def test_stores_are_closed_where_no_thread_can_be_started(rig, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ClosedError):
         rig.pool.store.match_prefix(NAMES)
+
+
+def test_an_interrupted_lookup_does_not_end_following(rig, monkeypatch):
+    """By a signal that raises just as the caller's thread has taken a lock."""
+    lock, followed = rig.desk._following, []
+
+    def acquire(**how):
+        taken = lock.acquire(**how)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return taken
+
+    signalled = SimpleNamespace(acquire=acquire, release=lock.release, locked=lock.locked)
+    monkeypatch.setattr(rig.pool.store, "follow", lambda: followed.append(1))
+    with suppress(KeyboardInterrupt):
+        rig.desk._following, rig.desk._followed_s = signalled, 0.0
+        rig.look(NAMES)
+    rig.desk._following, rig.desk._followed_s, followed[:] = lock, 0.0, []
+    assert until(lambda: not lock.locked(), 5)
+    rig.look(NAMES)
+    assert until(lambda: followed, 5)
 
 
 def test_gets_and_puts_go_side_by_side(tmp_path, engine):

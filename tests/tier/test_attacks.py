@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -12,6 +13,7 @@ from hicache_tier.errors import InvalidArgumentError
 from hicache_tier.testing.faults import Gate
 from hicache_tier.testing.memory_store import MemoryStore
 from hicache_tier.testing.tier_rig import GEOMETRY, Rig, chain
+from hicache_tier.tier.shutdown import Shutdown
 
 
 class Telling(MemoryStore):
@@ -100,6 +102,25 @@ def test_a_close_that_was_interrupted_can_be_made_again(rig, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             rig.tier.close(5)
     assert rig.tier.close(5).clean
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_close_that_was_interrupted_as_it_began_can_be_made_again(rig, at):
+    """By a signal that raises as any call of `close` returns: taking its turn, say."""
+    rig, close, returned = rig(), Shutdown.close.__code__, []
+
+    def interrupt(frame, event, _):
+        if event in {"return", "c_return"} and close in {frame.f_code, frame.f_back and frame.f_back.f_code}:
+            returned.append(event)
+            if len(returned) == at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sys.setprofile(interrupt)
+        rig.tier.close(1)
+    assert rig.tier.close(1).clean
+    assert rig.tier._core.closed
 
 
 def test_a_page_is_not_its_own_parent(rig):

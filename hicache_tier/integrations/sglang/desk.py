@@ -204,16 +204,18 @@ class Desk:
     def _follow(self) -> None:
         """Have the stores look at what other writers did; wait a moment for it."""
         now_s = time.monotonic()
-        if now_s - self._followed_s < _FOLLOW_EVERY_S or not self._following.acquire(blocking=False):
+        if now_s - self._followed_s < _FOLLOW_EVERY_S or self._following.locked():
             return
         call = self._side.start(self._follow_all)
         if call is None:
-            self._following.release()
             return
         self._followed_s = now_s
         call.wait(now_s + self._follow_s)
 
     def _follow_all(self) -> None:
+        """Do it, unless that is under way already. No signal raises here, on a thread of the lane."""
+        if not self._following.acquire(blocking=False):
+            return
         try:
             for pool in list(self.pools.values()):
                 pool.store.follow()
