@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from bisect import bisect
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import xxhash
@@ -17,7 +19,6 @@ from .medium import existing_parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 _RANGE = 1 << 64
 
@@ -64,7 +65,7 @@ class Look:
         nbytes = 0
         with suppress(OSError, HiCacheTierError):
             nbytes = shutil.disk_usage(existing_parent(path)).total
-        return cls(path.resolve(), nbytes)
+        return cls(Path(os.path.realpath(path)), nbytes)  # `Path.resolve` raises for links in a circle
 
 
 def refuse_nested(looks: Mapping[Path, Look]) -> None:

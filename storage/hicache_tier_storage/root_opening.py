@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicache_tier.errors import EncryptionError, NotAStoreError, StoreError
+from hicache_tier.errors import EncryptionError, EngineUnavailableError, NotAStoreError, StoreError
 
 from .asked_capacity import check_capacity, parse_capacity
 from .capacity import RootBudget, partition_paths
@@ -65,7 +65,22 @@ class Way:
 
 
 def open_root(path: Path, way: Way, capacity_bytes: int | str | None, files: int) -> PageStore:
-    """Open the store in one directory, with at most so many files open at once."""
+    """Open the store in one directory, with at most so many files open at once.
+
+    Raises
+    ------
+    StoreError
+        Also for whatever the operating system says of a drive that does not work.
+    """
+    try:
+        return _open_root(path, way, capacity_bytes, files)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{path} cannot be opened: {error.strerror or error}.") from error
+
+
+def _open_root(path: Path, way: Way, capacity_bytes: int | str | None, files: int) -> PageStore:
     identity, read_only = way.identity, way.read_only
     refuse_link(path / identity.namespace)
     for folder in (path, path / identity.namespace):
@@ -110,7 +125,7 @@ def open_root(path: Path, way: Way, capacity_bytes: int | str | None, files: int
             owns_engine=isinstance(way.engine, str),
             asked=way.engine if isinstance(way.engine, str) else "",
         )
-    except BaseException as error:
+    except BaseException:
         if foreign is not None:
             foreign.close()
         if writer is not None:
@@ -118,8 +133,6 @@ def open_root(path: Path, way: Way, capacity_bytes: int | str | None, files: int
         cache.close()
         if isinstance(way.engine, str):
             chosen.close()
-        if isinstance(error, OSError) and not isinstance(error, StoreError):
-            raise StoreError(f"{path} cannot be opened: {error.strerror or error}.") from error
         raise
 
 
@@ -155,7 +168,12 @@ def _engine(
         if engine in {"auto", "posix"}:
             return PosixEngine(direct=False, threads=threads)
         return choose_engine(Path(tempfile.gettempdir()), engine, "buffered", threads)
-    return choose_engine(path, engine, io_mode, threads)
+    try:
+        return choose_engine(path, engine, io_mode, threads)
+    except EngineUnavailableError as error:
+        if engine != "auto" or io_mode == "direct":  # insisted on
+            raise
+        raise StoreError(f"{path} cannot be used: {error}") from error  # nor do ordinary writes work there
 
 
 def _make_root(path: Path, access: Access) -> None:

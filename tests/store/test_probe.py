@@ -64,8 +64,10 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch, error):
     rows = by_mode(tmp_path)
     assert not rows["buffered"].usable
     assert "cannot be written" in rows["buffered"].reason
-    with pytest.raises(EngineUnavailableError, match="cannot be written"):
+    with pytest.raises(StoreError, match="cannot be written"):
         StoreRig(tmp_path / "root").open()
+    with pytest.raises(EngineUnavailableError, match="cannot be written"):
+        StoreRig(tmp_path / "root").open(engine="posix")
     assert not (tmp_path / "root").exists()
 
 

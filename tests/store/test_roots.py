@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from hicache_tier.errors import ClosedError, InvalidArgumentError, NotAStoreError, StoreError
+from hicache_tier.errors import (
+    ClosedError,
+    EngineUnavailableError,
+    InvalidArgumentError,
+    NotAStoreError,
+    StoreError,
+)
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.testing.array_pool import keys_of
 from hicache_tier.testing.faults import Fail, FaultyEngine
 from hicache_tier.testing.store import PageStoreSuite
-from hicache_tier.testing.store_rig import CAPACITY_NBYTES, StoreRig
-from hicache_tier_storage import open_store
+from hicache_tier.testing.store_rig import CAPACITY_NBYTES, GEOMETRY, StoreRig
+from hicache_tier_storage import open_store, probe
 from hicache_tier_storage.placement import Look, Placement, split_capacity
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.roots import SeveralRoots
@@ -181,6 +189,75 @@ def test_a_root_that_cannot_be_opened_is_left_out(rig, keys, tmp_path, caplog):
     assert row["root"] == str(rig.root[1])
     assert [reason == "loaded" for reason in rig.get(store, keys)] == [key not in parts[1] for key in keys]
     assert all(reason in {"stored", "already_stored"} for reason in rig.put(store, keys))
+
+
+CALLS = {"stat": ["stat", "lstat"], "open": ["open"], "list": ["scandir", "listdir"], "make": ["mkdir"]}
+
+
+def breaks(monkeypatch, bad, error, names):
+    """Have system calls fail for whatever lies in one directory, as on a drive that is gone."""
+
+    def failing(real):
+        def call(path, *arguments, **options):
+            folder = options.get("dir_fd", path if isinstance(path, int) else None)
+            where = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
+            if (where / ("" if isinstance(path, int) else path)).is_relative_to(bad):
+                raise OSError(error, os.strerror(error), str(path))
+            return real(path, *arguments, **options)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("call", [*CALLS, "all"])
+def test_a_drive_that_does_not_work_is_left_out(memory_path, monkeypatch, call, error):
+    bad, options = memory_path / "bad", {"capacity_bytes": "4 MiB", "deadline_s": None}
+    roots = [memory_path / "one", bad]
+    if call != "make":
+        open_store(roots, GEOMETRY, "page_first", **options).close()
+    names = CALLS.get(call) or [name for names in CALLS.values() for name in names]
+    breaks(monkeypatch, bad, error, names)
+    with open_store(roots, GEOMETRY, "page_first", **options) as store:
+        assert list(store.stores) == [roots[0]]
+        assert os.strerror(error) in store.left_out[bad]
+    with pytest.raises(StoreError, match=os.strerror(error)) as caught:
+        open_store(bad, GEOMETRY, "page_first", **options)
+    assert type(caught.value) is StoreError
+    assert str(bad) in str(caught.value)
+
+
+def test_a_new_root_on_a_drive_that_is_read_only_is_left_out(memory_path, monkeypatch):
+    """Unless an engine was insisted on, which does not work there."""
+    roots = [memory_path / "one", memory_path / "bad" / "two"]
+    roots[1].parent.mkdir()
+    monkeypatch.setattr(probe, "_try", _only_reads(roots[1].parent, probe._try))
+    for mode in ("auto", "buffered"):
+        with open_store(roots, GEOMETRY, "page_first", capacity_bytes="4 MiB", io_mode=mode) as store:
+            assert list(store.stores) == [roots[0]]
+            assert "cannot be written: Read-only" in store.left_out[roots[1]]
+    with pytest.raises(EngineUnavailableError, match="cannot be written: Read-only"):
+        open_store(roots, GEOMETRY, "page_first", capacity_bytes="4 MiB", engine="posix")
+
+
+def _only_reads(drive, real):
+    refused = "the directory cannot be written: Read-only file system"
+    return lambda directory, flags: refused if directory == drive else real(directory, flags)
+
+
+def test_links_in_a_circle_are_left_out(memory_path):
+    roots = [memory_path / "one", memory_path / "circle"]
+    roots[1].symlink_to(roots[1])
+    with open_store(roots, GEOMETRY, "page_first", capacity_bytes="4 MiB") as store:
+        assert list(store.stores) == [roots[0]]
+        assert "symbolic links" in store.left_out[roots[1]]
+    with pytest.raises(
+        StoreError, match="circle cannot be opened: Too many levels of symbolic links"
+    ) as caught:
+        open_store(roots[1], GEOMETRY, "page_first", capacity_bytes="4 MiB")
+    assert type(caught.value) is StoreError
 
 
 def test_none_can_be_opened(tmp_path):
