@@ -164,6 +164,18 @@ class StoreCore:
                 except OSError as error:
                     _LOG.warning("%s: other writers' pages cannot be followed: %s", self.root, error)
 
+    def lost_partition(self) -> bool:
+        """Whether this process's partition may be another writer's by now; its pages are forgotten then.
+
+        Asked by each call: it costs one look at a file. Takes the lock itself, where it is lost.
+        """
+        if self.writer is None or not self.writer.is_gone:
+            return False
+        with self.lock:
+            if not self.closed:
+                self.forget(self.writer.leave())
+        return True
+
     def touch(self, slots: NDArray[np.int64]) -> None:
         """Make pages of this process's partition recent: the first of the chain most."""
         if self.writer is not None:

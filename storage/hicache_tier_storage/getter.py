@@ -26,7 +26,7 @@ from .record import (
 )
 from .sealed_engine import SealedEngine
 from .slab import SlabDamagedError
-from .status import ABSENT, CHANGED, CHECKSUM, LOADED, PageStatus, failed
+from .status import ABSENT, CHANGED, CHECKSUM, LOADED, STORE_GONE, PageStatus, failed
 from .writer import WriterPartition
 
 _ATTEMPTS = 3
@@ -92,7 +92,8 @@ class Getter:
 
     def get(self, keys: list[bytes], payload: Payload) -> list[PageStatus]:
         """Read pages to memory; one verdict a page."""
-        request = Request(keys, payload, [ABSENT] * len(keys))
+        nowhere = STORE_GONE if self._core.lost_partition() else ABSENT
+        request = Request(keys, payload, [nowhere] * len(keys))
         found = self._finder.find(keys)
         self._read_all(found, request)
         if request.missed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from .capacity import RootBudget
     from .writer import WriterPartition
 
-_LOG = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _ASK_AGAIN_S = 0.25  # while others have been asked to give up a slab
 _BUSY_PATIENCE_S = 0.1  # for the root's lock, once it was not to be had
@@ -48,7 +46,6 @@ class Growth:
             partition.no_room = "capacity"
             return False
         if partition.is_gone:
-            self._tell("it is gone: nothing is stored here until the store is opened again")
             partition.no_room = "store_gone"
             return False
         if time.monotonic() < self._not_before:
@@ -93,7 +90,7 @@ class Growth:
         fits = cap_nbytes // nbytes
         if writers <= fits:
             return ""
-        self._tell(
+        self._partition.tell(
             f"capacity_bytes={cap_nbytes} is {fits} slabs of {nbytes} bytes, shared by {writers} writers "
             f"(ranks and pools), of which this one has none; at least {writers * nbytes} give each one a slab"
         )
@@ -118,16 +115,8 @@ class Growth:
         both = (path for name in names for path in (name, temporary_name(name)))
         folder = next((path for path in both if path.is_dir() and not path.is_symlink()), None)
         if folder is not None:
-            self._tell(f"{folder.name} is a directory: slab {number} cannot be made")
+            self._partition.tell(f"{folder.name} is a directory: slab {number} cannot be made")
         return folder is not None
-
-    def _tell(self, what: str) -> None:
-        """Say once, in the log and in `damage`, why the partition cannot grow."""
-        partition = self._partition
-        line = f"{partition.name}: {what}"
-        if line not in partition.damage:
-            partition.damage.append(line)
-            _LOG.warning("%s: %s", partition.paths.root, what)
 
     def _add_slab(self, number: int) -> None:
         partition, shape = self._partition, self._partition.facts.shape

@@ -144,6 +144,7 @@ class Putter:
         core = self._core
         status: list[PageStatus] = [ALREADY_STORED] * len(offer.keys)
         claim = Claim()
+        core.lost_partition()
         try:
             with core.lock:
                 self._claim(offer, claim, pin=pin)
@@ -351,8 +352,10 @@ class Putter:
         records["flags"] = FLAG_PINNED * pin | FLAG_FROM_GPU * (offer.payload.device is not None)
 
     def _commit(self, pending: _Pending) -> bool:
-        """Publish and enter pages; False, and nothing done, where a slab was dropped meanwhile."""
+        """Publish and enter pages; False, and nothing done, where their slab or the partition is gone."""
         core, writer, slots = self._core, self._writer, pending.slots
+        if writer.is_gone:
+            return False
         try:
             writer.records.publish_complete(slots, pending.records)
         except SlabDamagedError:
@@ -369,7 +372,10 @@ class Putter:
         """Commit the pages that were written; give the others' slots back."""
         core, writer, slots = self._core, self._writer, pending.slots
         slabs = (slots // writer.facts.shape.slots).tolist()
-        damage |= {slab: "it was dropped" for slab in set(slabs) if slab not in writer.slabs}
+        if core.lost_partition():
+            damage, reasons = {}, [why if why.startswith("timeout") else "store_gone" for why in reasons]
+        else:
+            damage |= {slab: "it was dropped" for slab in set(slabs) if slab not in writer.slabs}
         for slab, why in zip(slabs, reasons, strict=True):
             if why.startswith("damaged"):
                 damage.setdefault(slab, why.partition(": ")[2])

@@ -16,8 +16,8 @@ class PageStatus(int):
     reason : str
         `stored`, `already_stored`, `loaded`; or why not: `absent`, `changed`, `checksum`, `capacity`,
         `disk_full`, `root_busy`, `io_error: ...`, `damaged: ...`, `access_denied`, ...; `store_gone`: its
-        folder was removed, and nothing is stored until it is opened again; `timeout: ...`: the byte engine
-        gave up waiting, and bytes may still arrive in the page's memory.
+        folder or its lock was removed, and nothing is stored or loaded there until it is opened again;
+        `timeout: ...`: the byte engine gave up waiting, and bytes may still arrive in the page's memory.
     """
 
     reason: str
@@ -58,3 +58,4 @@ DELETED: Final = PageStatus(True, "deleted")
 ABSENT: Final = failed("absent")
 CHANGED: Final = failed("changed")
 CHECKSUM: Final = failed("checksum")
+STORE_GONE: Final = failed("store_gone")

@@ -111,6 +111,9 @@ class WriterPartition(Partition):
         self.pins: NDArray[np.int32] = np.zeros(0, np.int32)
         self.suspect: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.pinned: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._lock_path = os.fspath(paths.lock)
+        self._lock_identity = _identity(os.fstat(lock_fd))
+        self._gone = False
         self._times = UseTimes()
         self._free = FreeSlots(size)
         self.evictions = 0
@@ -161,13 +164,31 @@ class WriterPartition(Partition):
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody removed the partition's folder; what lies there now is another writer's."""
-        try:
-            return not os.path.samestat(self.paths.lock.lstat(), os.fstat(self._lock_fd))
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        except OSError:  # whatever needs the folder next will say it
-            return False
+        """Whether the writer's lock, or its folder, was removed: what lies there may be another writer's.
+
+        Once it is, it stays so: nobody knows what was done meanwhile. May be asked without the store's lock.
+        """
+        if not self._gone:
+            try:
+                stat = os.stat(self._lock_path, follow_symlinks=False)  # noqa: PTH116 - twice as fast as Path's
+                self._gone = _identity(stat) != self._lock_identity
+            except (FileNotFoundError, NotADirectoryError):
+                self._gone = True
+            except OSError:  # whatever needs the folder next will say it
+                return False
+        return self._gone
+
+    def leave(self) -> list[bytes]:
+        """Let go of a partition that is gone, touching no file; return the keys of its pages."""
+        self.tell("it is gone: nothing is stored or loaded here until the store is opened again")
+        return [key for number in list(self.slabs) for key in self.drop_slab(number, "")]
+
+    def tell(self, what: str) -> None:
+        """Say once, in the log and in `damage`, why the partition does not store what it might."""
+        line = f"{self.name}: {what}"
+        if line not in self.damage:
+            self.damage.append(line)
+            _LOG.warning("%s: %s", self.paths.root, what)
 
     # -- slots -----------------------------------------------------------------------------------------
 
@@ -262,6 +283,8 @@ class WriterPartition(Partition):
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Return slots that hold no page (any more): records first."""
+        if self.is_gone:  # they may hold another writer's
+            return
         index = np.asarray(slots, np.int64)
         index = index[np.isin(index // self.facts.shape.slots, list(self.slabs))]
         damaged = list(self.tables.damaged(index))
@@ -296,8 +319,8 @@ class WriterPartition(Partition):
         try:
             if self.is_gone:
                 self.unmap_slab(number)
-            else:
-                self.remove_slab_files(number)
+                return keys
+            self.remove_slab_files(number)
         except OSError as error:
             self.report(f"slab {number} cannot be removed ({error.strerror})")
         self._journal.invalidate()
@@ -328,12 +351,14 @@ class WriterPartition(Partition):
 
     def _republish(self, slots: NDArray[np.int64]) -> None:
         """Have the records of pages say when they were used and whether they are pinned."""
+        if self.is_gone:
+            return
         done = self.records.republish(slots, self._times.used, self.pinned)
         self._times.stated[done] = self._times.used[done]
 
     def move(self, slot: int, target: int) -> bool:
         """Copy a page to a free slot and let the new record take over; False where that failed."""
-        if not self.records.copy(slot, target):
+        if self.is_gone or not self.records.copy(slot, target):
             self.give_back([target])
             return False
         self.lru.move(slot, target)
@@ -402,3 +427,8 @@ class WriterPartition(Partition):
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             let_go(fd)
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    """Return what tells a file from all others, as long as it is open."""
+    return stat.st_dev, stat.st_ino
