@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
     from .calls import Call
     from .store import PageStore
 
+_LOG = logging.getLogger(__name__)
 OPENING = 4  # deadlines that an opening may take: it may have to look at every page
-_ENDS_S = 1.0  # the thread of an opening, once that is over
+_ENDS_S = 1.0  # the thread of an opening, once that is over; other openings, once one is refused
 
 
 def check_deadline(deadline_s: object) -> None:
@@ -50,18 +53,107 @@ def open_bounded(path: Path, open_it: Callable[[], PageStore], deadline_s: float
     DeadlineError
         Where storage hangs. Should the opening end later, the store is closed again.
     """
-    if deadline_s is None:
-        return open_it()
-    with begun({path: open_it}, OPENING * deadline_s, lambda store: store.close()) as openings:
-        store: PageStore = openings[path].answer()
-    return BoundedStore(store, deadline_s)
+    limit_s = None if deadline_s is None else OPENING * deadline_s
+    with begun({path: open_it}, limit_s, lambda store: store.close()) as openings:
+        ((_, opening),) = openings
+        store: PageStore = opening.answer()
+        return store if deadline_s is None else BoundedStore(store, deadline_s)
+
+
+class Openings:
+    """What is done in each directory; iterating yields each as it is done, those that hang at the end.
+
+    Parameters
+    ----------
+    most : int
+        Directories.
+    limit_s : float, optional
+        See `begun`.
+    undo : callable
+        The same.
+    """
+
+    def __init__(self, most: int, limit_s: float | None, undo: Callable[[Any], object]) -> None:
+        self._limit_s, self._undo = limit_s, undo
+        self._until_s = time.monotonic() + (limit_s or 0.0)
+        self._lane = Lane("open", most)
+        self._calls: list[Call] = []
+        self._pending: dict[Path, Pending] = {}
+        self._here: list[Path] = []  # on the caller's thread
+        self._done_here: list[Any] = []
+        self._done: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def begin(self, path: Path, work: Callable[[], Any]) -> None:
+        """Begin one; without a limit, or where no thread can be started, it is done when it is asked for."""
+        call = None if self._limit_s is None else self._lane.start(partial(self._do, path, work))
+        if call is None:
+            self._here.append(path)
+            self._pending[path] = Pending(None, self._until_s, partial(self._do_here, work), self._leave)
+        else:
+            self._calls.append(call)
+            self._pending[path] = Pending(call, self._until_s, partial(self._late, path), self._leave)
+
+    def __iter__(self) -> Iterator[tuple[Path, Pending]]:
+        left = dict(self._pending)
+        for path in self._here:
+            yield path, left.pop(path)
+        with suppress(queue.Empty):
+            while left:
+                path = self._done.get(timeout=max(0.0, self._until_s - time.monotonic()))
+                yield path, left.pop(path)
+        yield from left.items()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for what is under way, no longer than the limit."""
+        until_s = min(self._until_s, time.monotonic() + seconds)
+        for call in self._calls:
+            call.wait(until_s)
+
+    def leave(self) -> None:
+        """Leave what was not answered, and let the threads end."""
+        self._lane.close()
+        for opening in self._pending.values():
+            opening.leave()
+        self._lane.join(time.monotonic() + _ENDS_S)
+
+    def give_back(self) -> None:
+        """Undo everything, answered or not; what is under way, when it is done."""
+        for call in self._calls:
+            self._leave(call)
+        for result in self._done_here:
+            self._give_back(result)
+
+    def _do(self, path: Path, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the work returns
+        try:
+            return work()
+        finally:
+            self._done.put(path)
+
+    def _do_here(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - the same
+        self._done_here.append(work())
+        return self._done_here[-1]
+
+    def _late(self, path: Path) -> NoReturn:
+        raise DeadlineError(f"{path} was not opened within {self._limit_s:g} s: storage hangs.")
+
+    def _leave(self, call: Call) -> None:
+        call.leave(lambda: None if call.error else self._give_back(call.result))
+
+    def _give_back(self, result: Any) -> None:  # noqa: ANN401 - the same
+        try:
+            self._undo(result)
+        except Exception:  # noqa: BLE001 - the others are given back all the same
+            _LOG.exception("what was opened in vain was not closed cleanly")
 
 
 @contextmanager
 def begun(
     works: Mapping[Path, Callable[[], Any]], limit_s: float | None, undo: Callable[[Any], object]
-) -> Iterator[dict[Path, Pending]]:
+) -> Iterator[Openings]:
     """Begin what is to be done in each directory; what is not answered by the end of the block is left.
+
+    What was left is undone when it is done. Where the block raises, or a signal does before the last thread
+    has ended, everything is undone, answered or not.
 
     Parameters
     ----------
@@ -70,39 +162,19 @@ def begun(
         From now on; an answer that is late raises `DeadlineError`. None: nothing is begun, but done on the
         caller's thread when its answer is asked for.
     undo : callable
-        Takes what a work returns that was left.
+        Takes what a work returned. More than once is as good as once.
     """
-    if limit_s is None:
-        yield {path: Pending(None, 0.0, work, _nothing) for path, work in works.items()}
-        return
-    until_s = time.monotonic() + limit_s
-    lane = Lane("open", len(works))
-    calls: list[Call] = []
-    openings: dict[Path, Pending] = {}
-
-    def late(path: Path) -> NoReturn:
-        raise DeadlineError(f"{path} was not opened within {limit_s:g} s: storage hangs.")
-
-    def leave(call: Call) -> None:
-        call.leave(lambda: call.error or undo(call.result))
-
+    openings = Openings(len(works), limit_s, undo)
     try:
-        for path, work in works.items():
-            call = lane.start(work)
-            calls += [call] if call is not None else []
-            otherwise = partial(late, path) if call is not None else work  # no thread can be started
-            openings[path] = Pending(call, until_s, otherwise, leave)
-        yield openings
-    except Exception:
-        for call in calls:  # so that what they open is given back before the error is told
-            call.wait(until_s)
+        try:
+            for path, work in works.items():
+                openings.begin(path, work)
+            yield openings
+        except Exception:
+            openings.wait(_ENDS_S)  # so that what others open is given back before the error is told
+            raise
+        finally:
+            openings.leave()
+    except BaseException:
+        openings.give_back()
         raise
-    finally:
-        lane.close()
-        for opening in openings.values():
-            opening.leave()
-        lane.join(time.monotonic() + _ENDS_S)
-
-
-def _nothing(_: Call) -> None:
-    """Nothing was begun."""

@@ -43,9 +43,9 @@ class Keeper:
             raise StoreError(f"{self._core.root} cannot be kept: {error}.") from error
 
     def stop(self, timeout: float) -> None:
-        """End the thread, waiting up to `timeout` seconds."""
+        """End the thread, waiting up to `timeout` seconds; one that is being started ends by itself."""
         self._stop.set()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def shrink(self) -> None:
@@ -67,7 +67,7 @@ class Keeper:
                 if not (asked or due):
                     continue
                 with self._core.lock:
-                    if self._core.closed:
+                    if self._core.closed or self._stop.is_set():
                         return
                     if due:
                         published = time.monotonic()

@@ -24,6 +24,7 @@ from .store import PageStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from numpy.typing import ArrayLike
@@ -168,10 +169,12 @@ class SeveralRoots(PageStore):
         all_rows = self._places(names)
         parts = [(one, rows) for one, rows in zip(self._stores, all_rows, strict=True) if rows]
         pools = [pool for pool, rows in zip(self._pools, all_rows, strict=True) if rows]
-        futures = [pool.submit(work, *part) for pool, part in zip(pools[1:], parts[1:], strict=True)]
+        futures: list[Future[list[PageStatus]]] = []
         answers: list[Callable[[], list[PageStatus]]] = [partial(work, *part) for part in parts[:1]]
-        answers += [future.result for future in futures]
         try:
+            for pool, part in zip(pools[1:], parts[1:], strict=True):
+                futures.append(pool.submit(work, *part))
+            answers += [future.result for future in futures]
             return self._verdicts(len(names), parts, answers)
         finally:
             wait(futures)  # nobody touches the memory any more

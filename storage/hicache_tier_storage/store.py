@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .slab import FileCache
     from .writer import WriterPartition
 
+_KEEPER_ENDS_S = 1.0
+
 
 class PageStore:
     """A namespace of a store, open in this process. Make one with `open_store`.
@@ -86,15 +88,20 @@ class PageStore:
         self._getter = Getter(core, verify_always=verify_always, verify_foreign=verify_foreign)
         self._putter: Putter | None = None
         self._keeper: Keeper | None = None
-        with core.lock:
-            if writer is not None:
-                self._putter = Putter(core, writer, checksums=checksums)
-                self._keeper = Keeper(core, writer, budget)
-                self._keeper.shrink()
-            foreign.refresh()
+        try:
+            with core.lock:
+                if writer is not None:
+                    self._putter = Putter(core, writer, checksums=checksums)
+                    self._keeper = Keeper(core, writer, budget)
+                    self._keeper.shrink()
+                foreign.refresh()
+                if self._keeper is not None:
+                    self._keeper.start()  # last: what fails before leaves no thread behind
+            self._shutdown.expect()
+        except BaseException:  # a signal raised as the thread was started, say
             if self._keeper is not None:
-                self._keeper.start()  # last: what fails before leaves no thread behind
-        self._shutdown.expect()
+                self._keeper.stop(_KEEPER_ENDS_S)
+            raise
 
     # -- looking up ------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +29,7 @@ from hicache_tier.testing.faults import Fail, FaultyEngine
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier.testing.store_rig import CAPACITY_NBYTES, GEOMETRY, StoreRig
 from hicache_tier_storage import open_store, probe
+from hicache_tier_storage.daemon_pool import DaemonPool
 from hicache_tier_storage.placement import Look, Placement, split_capacity
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.roots import SeveralRoots
@@ -264,6 +267,24 @@ def test_none_can_be_opened(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError):
         Rig(tmp_path / "file" / "a", tmp_path / "file" / "b").open()
+
+
+def test_an_interrupt_between_roots_leaves_none_at_work(rig, keys, monkeypatch):
+    """Whoever is interrupted has the pages to itself again."""
+    store, begun = rig.open(deadline_s=None), []
+    rig.put(store, keys)
+
+    def submit(pool, work, *arguments):
+        if begun:
+            raise KeyboardInterrupt
+        begun.append(DaemonPool.submit(pool, lambda: (time.sleep(0.2), work(*arguments))[1]))
+        return begun[0]
+
+    for pool in store._pools:
+        monkeypatch.setattr(pool, "submit", partial(submit, pool))
+    with pytest.raises(KeyboardInterrupt):
+        rig.get(store, keys)
+    assert begun[0].done()
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path):

@@ -249,8 +249,8 @@ class Opened:
 
         self._patch.setattr(where, name, slow)
 
-    def open(self, roots=None):
-        options = {"capacity_bytes": "24 MiB", "io_mode": "buffered", "deadline_s": 1.0}
+    def open(self, roots=None, deadline_s=1.0):
+        options = {"capacity_bytes": "24 MiB", "io_mode": "buffered", "deadline_s": deadline_s}
         return open_store(roots or self.roots, GEOMETRY, "page_first", **options)
 
 
@@ -307,3 +307,37 @@ def test_a_root_that_must_be_refused_leaves_the_others_closed(opened):
         opened.open()
     with opened.open(opened.roots[1:]) as store:
         assert all(one.stats()["partition"].endswith("-w0/kv") for one in store.stores.values())
+
+
+def test_a_refusal_is_told_while_another_root_hangs(opened):
+    """And what hangs is closed once it is opened."""
+    refused = opened.roots[2]
+    refused.mkdir()
+    (refused / "thesis.txt").write_text("x")
+    opened.hangs(opening, "open_root")
+    started = time.monotonic()
+    with pytest.raises(NotAStoreError, match="three"):
+        opened.open(deadline_s=PATIENCE_S)
+    assert time.monotonic() - started < PATIENCE_S
+    assert not opened.late
+    opened.go.set()
+    until(lambda: opened.late and opened.late[0].closed)
+    with opened.open(opened.roots[:1]) as store:
+        assert store.stats()["partition"].endswith("-w0/kv")
+
+
+def test_roots_keep_their_order_however_long_they_take(opened, monkeypatch):
+    """A page's home follows from it."""
+    real = opening.open_root
+
+    def last_first(path, *arguments):
+        if path != opened.roots[2]:
+            opened.go.wait(PATIENCE_S)
+        store = real(path, *arguments)
+        opened.go.set()
+        return store
+
+    monkeypatch.setattr(opening, "open_root", last_first)
+    with opened.open(deadline_s=PATIENCE_S) as store:
+        assert list(store.stores) == opened.roots
+        assert store.roots == tuple(opened.roots)
