@@ -43,6 +43,9 @@ def page_tensor(name: str, pages: object) -> torch.Tensor:
                 f"{name} must be int32 or int64 of shape [n], got {pages.dtype} of shape "
                 f"{tuple(pages.shape)}."
             )
+        if pages.layout is not torch.strided or pages.is_meta:
+            kind = "one without memory (meta)" if pages.is_meta else str(pages.layout)
+            raise InvalidArgumentError(f"{name} must be a dense tensor (torch.strided), got {kind}.")
         return pages
     if not isinstance(pages, list | tuple | range):
         raise InvalidArgumentError(

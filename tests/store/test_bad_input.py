@@ -88,6 +88,13 @@ def test_a_root_that_is_no_path(root):
         open_store(root, GEOMETRY, "page_first")
 
 
+@pytest.mark.parametrize("name", ["root", "geometry", "layout"])
+def test_an_argument_that_is_given_twice(tmp_path, name):
+    with pytest.raises(InvalidArgumentError, match=f"{name} is given twice"):
+        open_store(tmp_path / "root", GEOMETRY, "page_first", **{name: None})
+    assert not (tmp_path / "root").exists()
+
+
 @pytest.mark.parametrize("geometry", [None, {}, "mha", GEOMETRY.as_dict()], ids=repr)
 def test_a_geometry_that_is_none(tmp_path, geometry):
     with pytest.raises(InvalidArgumentError, match="KVGeometry"):

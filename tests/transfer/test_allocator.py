@@ -134,6 +134,8 @@ def test_wrong_counts(n):
         np.array([True]),
         [None],
         [torch.tensor(1.5)],
+        torch.tensor([1, 2]).to_sparse(),
+        torch.tensor([1, 2], device="meta"),
     ],
 )
 def test_wrong_pages(pages):
