@@ -4,8 +4,10 @@ An engine moves bytes and knows nothing of keys, records or policies. It is give
 with one verdict a page; it never raises for a fault of the medium. `hicache_tier.testing.engine` holds the
 suite that every engine passes.
 
-An engine that gives up waiting says `timeout: ...`. Bytes of such a page may still be under way, so its slot
-is never given out again by this process, and its memory is not to be reused.
+An engine that gives up waiting, or cannot tell whether bytes are still under way, says `timeout: ...`. The
+slot of such a page is never given out again by this process, and its memory is not to be reused. An exception
+out of `write`, `read` or `start` says that nothing is under way; one out of a flight says nothing of it. An
+interrupt (KeyboardInterrupt) leaves an engine once what is under way has ended, or has had its time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 from .flights import Settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
+STILL_UNDER_WAY = "Bytes of this call may still be under way: its memory is not to be reused."
+"""Note on an interrupt that left something so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,9 @@ class PageBatch:
         return len(self.files)
 
 
+_LEFT: list[PageBatch] = []  # whose bytes may still be under way: what memory they hold is kept for good
+
+
 @runtime_checkable
 class ByteEngine(Protocol):
     """What moves bytes."""
@@ -138,39 +145,53 @@ def as_starting(engine: ByteEngine) -> StartingEngine | None:
 
 def moved(engine: ByteEngine, batch: PageBatch, *, write: bool) -> list[str]:
     """Let an engine move a batch; whatever it raises, or answers too briefly, becomes every page's reason."""
-    return _answer(engine, lambda: engine.write(batch) if write else engine.read(batch), len(batch))
+    try:
+        reasons = engine.write(batch) if write else engine.read(batch)
+        return _complete(engine, reasons, batch)
+    except Exception as error:  # noqa: BLE001 - the engine may be anybody's
+        return _failed(engine, error, len(batch))
+    except BaseException:
+        _LEFT.append(batch)
+        raise
 
 
 def started(engine: StartingEngine, batch: PageBatch, *, write: bool) -> Flight:
     """Let an engine begin with a batch; the verdicts are as those of `moved`."""
     try:
-        return _Started(engine, engine.start(batch, write=write), len(batch))
+        return _Started(engine, engine.start(batch, write=write), batch)
     except Exception as error:  # noqa: BLE001 - the engine may be anybody's
         return Settled(_failed(engine, error, len(batch)))
+    except BaseException:
+        _LEFT.append(batch)
+        raise
 
 
 class _Started:
-    def __init__(self, engine: ByteEngine, flight: Flight, count: int) -> None:
-        self._engine, self._flight, self._count = engine, flight, count
+    def __init__(self, engine: ByteEngine, flight: Flight, batch: PageBatch) -> None:
+        self._engine, self._flight, self._batch = engine, flight, batch
 
     def done(self) -> bool:
         try:
             return self._flight.done()
-        except Exception:  # noqa: BLE001 - `result` raises it again, or knows
+        except Exception:  # noqa: BLE001 - `result` waits, or raises as well
             return True
 
     def result(self) -> list[str]:
-        return _answer(self._engine, self._flight.result, self._count)
+        try:
+            reasons = self._flight.result()
+        except Exception as error:  # noqa: BLE001 - the engine may be anybody's
+            _LOG.error("engine %s lost what it had under way", self._engine.name, exc_info=error)
+            reasons = [f"timeout: {type(error).__name__}: {error}"] * len(self._batch)
+        return _complete(self._engine, reasons, self._batch)
 
 
-def _answer(engine: ByteEngine, call: Callable[[], list[str]], count: int) -> list[str]:
-    try:
-        reasons = list(call())
-    except Exception as error:  # noqa: BLE001 - the engine may be anybody's
-        return _failed(engine, error, count)
-    if len(reasons) != count:
-        _LOG.error("engine %s gave %d verdicts on %d pages", engine.name, len(reasons), count)
-        return ["engine_error: a verdict is missing"] * count
+def _complete(engine: ByteEngine, given: Iterable[str], batch: PageBatch) -> list[str]:
+    reasons = list(given)
+    if len(reasons) != len(batch):
+        _LOG.error("engine %s gave %d verdicts on %d pages", engine.name, len(reasons), len(batch))
+        return ["engine_error: a verdict is missing"] * len(batch)
+    if any(reasons) and any(reason.startswith("timeout") for reason in reasons):
+        _LEFT.append(batch)
     return reasons
 
 

@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ import numpy as np
 
 from .descriptors import describe, good_runs, parts
 from .device_bytes import DeviceBytes
-from .flights import PartByPart, Settled
+from .engine import STILL_UNDER_WAY
+from .flights import PartByPart, Settled, wait_through
 from .kept_handles import KeptHandles
 from .kvikio_package import compat_mode, kvikio_module, use_threads
 from .posix import PosixEngine, default_threads, open_reason
@@ -28,7 +30,7 @@ from .retry import retry
 from .slab import SlabDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator
 
     from .descriptors import Descriptors
     from .engine import DeviceMemory, PageBatch
@@ -41,6 +43,7 @@ _DEADLINE_S = 60.0
 _MIN_PIECE_NBYTES = 4096
 _TASK_NBYTES = 4 << 20  # kvikio cuts what is longer
 _DEVICE_TASK_NBYTES = 2 << 20  # a ring has enough of them for all of kvikio's threads
+_NOT_BEGUN = RuntimeError("it was not begun")
 
 
 class KvikioEngine:
@@ -142,15 +145,16 @@ class KvikioEngine:
         if refused or not len(batch):
             return refused
         if batch.memory is not None:
-            return self.start(batch, write=write).result()
+            flight = self.start(batch, write=write)
+            return flight.run() if isinstance(flight, PartByPart) else flight.result()
         if batch.page_nbytes < batch.addresses.shape[1] * self._min_piece_nbytes:
             return self._plain.write(batch) if write else self._plain.read(batch)
         verdicts = [""] * len(batch)
-        return PartByPart(verdicts, self._host_parts(batch, verdicts, write=write)).result()
+        return PartByPart(verdicts, self._host_parts(batch, verdicts, write=write)).run()
 
     def _device_parts(
         self, batch: PageBatch, verdicts: list[str], *, write: bool
-    ) -> Iterator[Callable[[], bool]]:
+    ) -> Generator[Callable[[], bool], None, None]:
         """Move all pages at once, then those that failed one by one."""
         with self._handles[write].batch() as handles:
             again = yield from self._part(batch, handles, 0, len(batch), verdicts, write=write)
@@ -162,7 +166,7 @@ class KvikioEngine:
 
     def _host_parts(
         self, batch: PageBatch, verdicts: list[str], *, write: bool
-    ) -> Iterator[Callable[[], bool]]:
+    ) -> Generator[Callable[[], bool], None, None]:
         """Move some pages at a time, then those that failed by `posix`."""
         again: dict[int, str] = {}
         with self._handles[write].batch() as handles:
@@ -176,9 +180,34 @@ class KvikioEngine:
         self, batch: PageBatch, kept: Batch, first: int, last: int, verdicts: list[str], *, write: bool
     ) -> Generator[Callable[[], bool], None, dict[int, str]]:
         """Move some pages; return those that have to be tried again, and why."""
+        begun = _Begun(first)
+        until = time.monotonic() + self._deadline_s
+        try:
+            self._begin(batch, kept, begun, last, verdicts, write=write)
+            yield partial(_all_done, begun.futures(), until)
+        except BaseException as interrupt:
+            left = begun.futures()
+            wait_through(partial(_all_done, left, until))
+            if left or begun.lost:
+                kept.forget()  # what is under way still uses these handles
+                interrupt.add_note(STILL_UNDER_WAY)
+            raise
+        again: dict[int, str] = {}
+        for pieces, futures, stop in begun.runs:
+            again |= self._finish(batch, pieces, futures, stop, verdicts, write=write)
+        if any(why.startswith("timeout") for why in verdicts[first:last]):
+            kept.forget()
+        refused = slice(begun.reached, last)
+        verdicts[refused] = [why or begun.refusal for why in verdicts[refused]]
+        return {page: why for page, why in again.items() if not verdicts[page]}
+
+    def _begin(
+        self, batch: PageBatch, kept: Batch, begun: _Begun, last: int, verdicts: list[str], *, write: bool
+    ) -> None:
+        """Hand pages on; those of a file that cannot be opened get their verdict here."""
         handles: list[Any] = []
         numbers: dict[StoreFile, int] = {}
-        for at in range(first, last):
+        for at in range(begun.reached, last):
             file = batch.files[at]
             if file not in numbers:
                 opened = _handle(kept, file, write=write)
@@ -187,43 +216,42 @@ class KvikioEngine:
                 else:
                     numbers[file] = len(handles)
                     handles.append(opened)
-        begun: list[tuple[Descriptors, list[Any], int]] = []
         task_nbytes = _TASK_NBYTES if batch.memory is None else _DEVICE_TASK_NBYTES
-        until = time.monotonic() + self._deadline_s
+        begun.lost = True
         try:
-            for start, stop in good_runs(verdicts, first, last):
+            for start, stop in good_runs(verdicts, begun.reached, last):
                 if write and batch.hook:
                     batch.hook(start, stop)
                 numbered = [numbers[file] for file in batch.files[start:stop]]
                 pieces = describe(batch, start, stop, numbered, task_nbytes)
-                begun.append((pieces, self._start(pieces, handles, batch.memory, write=write), stop))
-            yield partial(_all_done, [future for _, futures, _ in begun for future in futures], until)
-        except BaseException:
-            kept.forget()  # what is under way still uses these handles
-            raise
-        again: dict[int, str] = {}
-        for pieces, futures, stop in begun:
-            again |= self._finish(batch, pieces, futures, stop, verdicts, write=write)
-        if any(why.startswith("timeout") for why in verdicts[first:last]):
-            kept.forget()
-        return again
+                futures: list[Any] = [_NOT_BEGUN] * len(pieces.pages)
+                begun.runs.append((pieces, futures, stop))
+                self._start(pieces, handles, batch.memory, futures, write=write)
+                begun.reached = stop
+        except Exception as error:  # noqa: BLE001 - what was begun is waited for all the same
+            _LOG.error("kvikio was not given all pages", exc_info=error)
+            begun.refusal = f"engine_error: {type(error).__name__}: {error}"
+        begun.lost = False
 
     @staticmethod
     def _start(
-        pieces: Descriptors, handles: list[Any], memory: DeviceMemory | None, *, write: bool
-    ) -> list[Any]:
-        """Hand all pieces on; return their futures, or what was raised instead of one."""
+        pieces: Descriptors,
+        handles: list[Any],
+        memory: DeviceMemory | None,
+        futures: list[Any],
+        *,
+        write: bool,
+    ) -> None:
+        """Hand all pieces on; put down their futures, or what was raised instead of one."""
         bytes_at = _host_bytes if memory is None else DeviceBytes
         calls = [handle.pwrite if write else handle.pread for handle in handles]
-        futures: list[Any] = []
-        for (address, nbytes, _), (offset, _, number) in zip(
-            pieces.memory.tolist(), pieces.files.tolist(), strict=True
+        for at, ((address, nbytes, _), (offset, _, number)) in enumerate(
+            zip(pieces.memory.tolist(), pieces.files.tolist(), strict=True)
         ):
             try:
-                futures.append(calls[number](bytes_at(address, nbytes), file_offset=offset))
+                futures[at] = calls[number](bytes_at(address, nbytes), file_offset=offset)
             except Exception as error:  # noqa: BLE001 - it becomes a retry of these pages
-                futures.append(error)
-        return futures
+                futures[at] = error
 
     def _finish(
         self,
@@ -260,6 +288,29 @@ class KvikioEngine:
         return again
 
 
+@dataclass(slots=True)
+class _Begun:
+    """What of some pages was handed to kvikio.
+
+    Attributes
+    ----------
+    reached : int
+        Page behind the last that was; where not all could be, `refusal` is why.
+    runs : list of (pieces, futures, page behind the last)
+    lost : bool
+        Whether a call may have been made whose future nobody has.
+    """
+
+    reached: int
+    refusal: str = ""
+    runs: list[tuple[Descriptors, list[Any], int]] = field(default_factory=list)
+    lost: bool = False
+
+    def futures(self) -> list[Any]:
+        """Return what stands for each piece: its future, or an exception."""
+        return [future for _, futures, _ in self.runs for future in futures]
+
+
 def _open_to_write(fd: int) -> Any:  # noqa: ANN401 - of the package
     return kvikio_module().CuFile(f"/proc/self/fd/{fd}", "r+")
 
@@ -289,16 +340,25 @@ def _host_bytes(address: int, nbytes: int) -> Any:  # noqa: ANN401 - an array
 
 def _all_done(futures: list[Any], until: float) -> bool:
     """Whether all have ended, or have had their time; those that have are taken from the end of the list."""
-    while futures and (isinstance(futures[-1], Exception) or futures[-1].done()):
+    while futures and _done(futures[-1]):
         futures.pop()
     return not futures or time.monotonic() > until
+
+
+def _done(future: Any) -> bool:  # noqa: ANN401 - of the package
+    """Whether a piece is known to have ended."""
+    try:
+        return isinstance(future, Exception) or bool(future.done())
+    except Exception:  # noqa: BLE001 - of the package: it is asked again as long as there is time
+        _LOG.debug("kvikio does not tell how a transfer goes", exc_info=True)
+        return False
 
 
 def _outcome(future: Any, nbytes: int) -> str:  # noqa: ANN401 - of the package
     """Return "", `timeout`, or what went wrong with one piece."""
     if isinstance(future, Exception):
         return str(future) or type(future).__name__
-    if not future.done():
+    if not _done(future):
         return "timeout"
     try:
         moved = future.get()

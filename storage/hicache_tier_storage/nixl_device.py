@@ -21,7 +21,7 @@ from .posix import open_reason
 from .slab import SlabDamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator
 
     from .engine import DeviceMemory, PageBatch
     from .kept_handles import Batch
@@ -86,6 +86,9 @@ class _Sides:
         key = (id(memory.owner), plugin.name)
         with self._lock:
             side = self._known.get(key)
+            if side is not None and side.lane.retire():
+                self._drop(key)  # nothing of it is under way: another takes its place
+                side = None
             if side is None:
                 try:
                     side = _Side(plugin, deadline_s)
@@ -158,7 +161,7 @@ class DeviceMove:
         self.verdicts = [""] * len(batch)
         self.retried = 0
 
-    def work(self) -> Iterator[Callable[[], bool]]:
+    def work(self) -> Generator[Callable[[], bool], None, None]:
         """Move every page, transfer by transfer; yields what tells that one has ended."""
         batch = self._batch
         memory = batch.memory
@@ -172,14 +175,18 @@ class DeviceMove:
             return
         for first, last in file_groups(batch.files, _FILES_AT_ONCE):
             with side.files[self._direct].batch() as kept:
-                self._open(kept, first, last)
-                failed: list[int] = []
-                for start, stop in parts(batch, first, last, 1):
-                    for begin, end in good_runs(self.verdicts, start, stop):
-                        failed += yield from self._try(side.lane, begin, end)
-                self.retried += len(failed)
-                for page in failed:
-                    yield from self._try(side.lane, page, page + 1, last_try=True)
+                try:
+                    self._open(kept, first, last)
+                    failed: list[int] = []
+                    for start, stop in parts(batch, first, last, 1):
+                        for begin, end in good_runs(self.verdicts, start, stop):
+                            failed += yield from self._try(side.lane, begin, end)
+                    self.retried += len(failed)
+                    for page in failed:
+                        yield from self._try(side.lane, page, page + 1, last_try=True)
+                except BaseException:
+                    kept.forget()
+                    raise
                 if any(reason.startswith("timeout") for reason in self.verdicts[first:last]):
                     kept.forget()  # what is under way still uses these descriptors
 
@@ -219,8 +226,8 @@ class DeviceMove:
             posted = lane.post(describe(batch, first, last, fds, _TASK_NBYTES), {}, write=self._write)
             try:
                 yield posted.ended
-            except BaseException:
-                posted.leave()
+            except BaseException as interrupt:
+                posted.stop(interrupt)
                 raise
             posted.finish()
         except LaneTimeoutError as late:

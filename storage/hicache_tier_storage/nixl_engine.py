@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -27,11 +27,12 @@ from .nixl_lane import QUEUES, LaneError, LaneTimeoutError, NixlLane, gpu_plugin
 from .nixl_package import nixl_module
 from .posix import PosixEngine, default_threads, open_reason
 from .retry import retry
+from .shared_work import SharedWork
 from .slab import SlabDamagedError
 from .vectors import DIRECT_ALIGNMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from .engine import PageBatch
     from .flights import Flight
@@ -173,7 +174,8 @@ class NixlEngine:
         if not count:
             return []
         if batch.memory is not None:
-            return self.start(batch, write=write).result()
+            flight = self.start(batch, write=write)
+            return flight.run() if isinstance(flight, PartByPart) else flight.result()
         if not self._suits(batch):
             return self._plain.write(batch) if write else self._plain.read(batch)
         move = _Move(self, batch, write=write)
@@ -181,15 +183,15 @@ class NixlEngine:
             with ExitStack() as opened:
                 move.open(first, last, opened, direct=self._plain.mode == "direct")
                 cut = list(parts(batch, first, last, self._threads))
-                work = iter(cut)
-                helpers = min(self._threads, len(cut)) - 1
-                futures = [self._pool.submit(move.work, work) for _ in range(helpers)]
+                shared = SharedWork(move.work, cut)
                 try:
-                    move.work(work)
+                    for _ in range(min(self._threads, len(cut)) - 1):
+                        self._pool.submit(shared.help)
+                    move.work(shared.parts)
                 finally:
-                    wait(futures)  # each wait inside has a deadline
-                for future in futures:
-                    future.result()
+                    shared.end()  # each wait inside has a deadline
+                if shared.failure is not None:
+                    raise shared.failure
         if move.failed:
             self.retried_pages += len(move.failed)
             _LOG.info("%d pages of a NIXL transfer are tried one by one", len(move.failed))
@@ -206,7 +208,7 @@ class NixlEngine:
         move = DeviceMove(batch, plugin, self._deadline_s, direct=direct, write=write)
         return PartByPart(move.verdicts, self._device_parts(move))
 
-    def _device_parts(self, move: DeviceMove) -> Iterator[Callable[[], bool]]:
+    def _device_parts(self, move: DeviceMove) -> Generator[Callable[[], bool], None, None]:
         yield from move.work()
         self.retried_pages += move.retried
 

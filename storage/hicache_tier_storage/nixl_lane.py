@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from .cufile_library import preload_cufile
 from .descriptors import MAX_DESCRIPTORS
-from .flights import wait_until
+from .engine import STILL_UNDER_WAY
+from .flights import wait_through, wait_until
 from .nixl_package import nixl_module
 from .registrations import Registrations
 
@@ -96,7 +97,20 @@ class NixlLane:
         self._regions = Registrations(self._register, self._deregister)
         self._memory: Any = None
         self._low = self._high = 0
+        self._under_way: set[Posted] = set()
         self.usable = True
+
+    def ended(self, posted: Posted) -> None:
+        """Take note that a transfer has ended."""
+        self._under_way.discard(posted)
+
+    def retire(self) -> bool:
+        """Close a lane that cannot be used any more; False where it can, or something of it is under way."""
+        with self._turn:
+            if self.usable or self._under_way:
+                return False
+            self.close()
+            return True
 
     def cover(self, low: int, high: int) -> None:
         """Have memory registered: one region, the hull of all that the lane was ever given.
@@ -158,8 +172,8 @@ class NixlLane:
         posted = self.post(pieces, files, write=write)
         try:
             wait_until(posted.ended)
-        except BaseException:
-            posted.leave()
+        except BaseException as interrupt:
+            posted.stop(interrupt)
             raise
         posted.finish()
 
@@ -180,8 +194,12 @@ class NixlLane:
         ------
         LaneError
         """
-        agent = self._agent
         posted = Posted(self, self._deadline_s)
+        with self._turn:
+            agent = self._agent
+            if agent is None:
+                raise LaneError("the agent was closed")
+            self._under_way.add(posted)
         try:
             rows = [(0, nbytes, fd, "") for fd, nbytes in files.items()]
             with self._turn:
@@ -195,17 +213,17 @@ class NixlLane:
                     backends=self._backends,
                 )
                 posted.state = agent.transfer(posted.handle)
+            if self.plugin.submits_when_asked:  # ask until all is with the kernel
+                for _ in range(-(-min(len(pieces.memory), _KERNEL_QUEUE) // _SUBMITTED_A_POLL)):
+                    posted.ended()
         except Exception as error:
             # Nothing was handed on; but what a queue of the POSIX plug-in holds is not known any more.
             self.usable = self.usable and not self.plugin.submits_when_asked
             posted.give_back()
             raise LaneError(f"{type(error).__name__}: {error}") from error
-        except BaseException:  # interrupted: bytes may be under way
-            posted.leave()
+        except BaseException as interrupt:
+            posted.stop(interrupt)
             raise
-        if self.plugin.submits_when_asked:  # ask until all is with the kernel
-            for _ in range(-(-min(len(pieces.memory), _KERNEL_QUEUE) // _SUBMITTED_A_POLL)):
-                posted.ended()
         return posted
 
     def ask(self, handle: object) -> str:
@@ -296,6 +314,16 @@ class Posted:
         handle, self.handle = self.handle, None
         registered, self.registered = self.registered, None
         self._lane.release(handle, registered)
+        self._lane.ended(self)
+
+    def stop(self, interrupt: BaseException) -> None:
+        """Wait for its end, through further interrupts; where there is none the interrupt says so."""
+        wait_through(self.ended)
+        if self.state not in {"", "PROC"}:
+            self.give_back()
+            return
+        self.leave()  # without a state too: it may have been begun
+        interrupt.add_note(STILL_UNDER_WAY)
 
     def leave(self) -> None:
         """Never touch it again, nor its lane: its bytes may still be under way."""

@@ -12,7 +12,6 @@ import mmap
 import os
 import threading
 import time
-from collections import deque
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -21,11 +20,12 @@ import numpy as np
 from .daemon_pool import DaemonPool
 from .landing import LeasedBatch
 from .posix_landing import Landing, LandingBuffer
+from .shared_work import SharedWork
 from .slab import SlabDamagedError, StoreFile
 from .vectors import PREADV, PWRITEV, Iov, Run, RunPlan, vector_io, write_in_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from .engine import PageBatch
 
@@ -107,17 +107,17 @@ class PosixEngine:
         move = _Move(self, batch, verdicts, write=write)
         for runs in move.plan.groups(self._threads, _FILES_AT_ONCE):
             with ExitStack() as opened:
-                shared = _Shared(move.work, move.open(runs, opened))
+                shared = SharedWork(move.work, move.open(runs, opened))
                 try:
                     self._ask_for_help(shared, min(self._threads, len(runs)) - 1)
-                    move.work(shared.runs)
+                    move.work(shared.parts)
                 finally:
                     shared.end()  # whatever happened, nobody touches the memory any more
                 if shared.failure is not None:
                     raise shared.failure
         return verdicts
 
-    def _ask_for_help(self, shared: _Shared, helpers: int) -> None:
+    def _ask_for_help(self, shared: SharedWork[tuple[int, Run]], helpers: int) -> None:
         """Let other threads take part; where none can be started the caller does the work alone."""
         if helpers and time.monotonic() < self._alone_until:
             return
@@ -159,53 +159,6 @@ class PosixEngine:
             buffer = mmap.mmap(-1, nbytes)
             self._bounce.buffer = buffer
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-
-class _Shared:
-    """Runs that several threads move, and who is at it.
-
-    A helper that comes late, after `end`, does nothing: the memory and the descriptors are not its any more.
-    """
-
-    def __init__(
-        self, work: Callable[[Iterator[tuple[int, Run]]], None], runs: Sequence[tuple[int, Run]]
-    ) -> None:
-        self.runs = iter(runs)
-        self.failure: BaseException | None = None
-        self._work: Callable[[Iterator[tuple[int, Run]]], None] | None = work
-        self._changed = threading.Condition(threading.Lock())
-        self._busy = 0
-
-    def help(self) -> None:
-        """Move runs until there are no more."""
-        with self._changed:
-            work = self._work
-            if work is None:
-                return
-            self._busy += 1
-        try:
-            work(self.runs)
-        except BaseException as failure:  # noqa: BLE001 - the caller raises it
-            self.failure = failure
-        finally:
-            with self._changed:
-                self._busy -= 1
-                self._changed.notify_all()
-
-    def end(self) -> None:
-        """Let nobody take another run, and wait for those under way, however often that is interrupted."""
-        interrupted: BaseException | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._work = None
-                    deque(self.runs, 0)
-                    self._changed.wait_for(lambda: not self._busy)
-                break
-            except BaseException as error:  # noqa: BLE001 - raised below
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
 
 
 class _Move:

@@ -26,7 +26,7 @@ from hicache_tier_storage.flights import PartByPart, Settled
 from hicache_tier_storage.kvikio_engine import KvikioEngine
 from hicache_tier_storage.leased_device import LeasedDevice
 from hicache_tier_storage.nixl_engine import NixlEngine
-from hicache_tier_storage.nixl_lane import posix_plugin
+from hicache_tier_storage.nixl_lane import NixlLane, posix_plugin
 from hicache_tier_storage.nixl_package import why_no_nixl
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.putter import Putter
@@ -364,7 +364,40 @@ def test_an_engine_that_raises_costs_its_pages_only(memory_path, monkeypatch, fa
 
     with open_store(memory_path, ALIGNED, "page_first", capacity_bytes="16 MiB", engine=engine) as store:
         monkeypatch.setattr(engine, "start", start)
-        assert kinds(store.put(keys, device, range(8))) == ["stored"] * 3 + ["engine_error"] + ["stored"] * 4
+        found = kinds(store.put(keys, device, range(8)))
+    if fault == "result":  # nobody knows whether it ended: nothing more is begun in the ring
+        assert found == ["stored"] * 3 + ["timeout"] + ["stored"] * 2 + ["not_tried"] * 2
+    else:
+        assert found == ["stored"] * 3 + ["engine_error"] + ["stored"] * 4
+    assert len(staging._RINGS_OF_PROCESS.given_up) == (fault == "result")
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("nixl", marks=needs_nixl)])
+def test_an_agent_that_refused_a_transfer_is_made_anew(memory_path, monkeypatch, kind):
+    """Once what it has under way has ended: the memory must not be known to two agents."""
+    short_steps(monkeypatch, 4)
+    engine, device, keys = make(kind), BytePool(ALIGNED, "page_first", 16), keys_of("anew", 8)
+    fill_pages(device, range(8), keys, NBYTES)
+    made, real = [], NixlLane.post
+
+    def post(lane, *arguments, **options):
+        made.append(lane)
+        if len(made) == 3:
+            lane._agent.transfer = lambda _: 1 / 0
+        return real(lane, *arguments, **options)
+
+    with open_store(memory_path, ALIGNED, "page_first", capacity_bytes="16 MiB", engine=engine) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(NixlLane, "post", post)
+            found = kinds(store.put(keys, device, range(8)))
+        assert found[:2] == ["stored"] * 2
+        assert found[2] == "io_error"
+        assert not staging._RINGS_OF_PROCESS.given_up
+        assert all(store.put(keys, device, range(8)))
+        assert made[2]._agent is None
+        assert all(store.get(keys, device, range(8, 16)))
+    assert all(pages_equal(device, range(8, 16), keys, NBYTES))
     engine.close()
 
 
@@ -408,15 +441,36 @@ def test_each_part_begins_when_the_one_before_has_ended():
     assert flight.result() == ["late"]
 
 
-def test_work_that_raises():
+def test_work_that_raises_may_still_be_under_way():
     def work():
         yield lambda: True
+        verdicts[0] = "access_denied"
         raise RuntimeError("boom")
 
-    flight = PartByPart([""], work())
-    assert flight.done()
+    verdicts = ["", ""]
+    assert PartByPart(verdicts, work()).result() == ["access_denied", "timeout: RuntimeError: boom"]
+
+
+def test_work_that_raises_before_it_has_begun():
+    def work():
+        raise RuntimeError("boom")
+        yield
+
     with pytest.raises(RuntimeError, match="boom"):
-        flight.result()
+        PartByPart([""], work())
+
+
+def test_work_is_told_that_nobody_can_say_how_it_goes():
+    def work():
+        try:
+            yield lambda: 1 / 0
+        except ZeroDivisionError as error:
+            told.append(error)
+            raise
+
+    told = []
+    assert PartByPart([""], work()).result() == ["timeout: ZeroDivisionError: division by zero"]
+    assert len(told) == 1
 
 
 def test_work_that_was_interrupted_may_still_be_under_way():
@@ -428,3 +482,29 @@ def test_work_that_was_interrupted_may_still_be_under_way():
     with pytest.raises(KeyboardInterrupt):
         flight.result()
     assert flight.result() == ["timeout: interrupted"] * 2
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_wait_that_was_interrupted(ends):
+    """One that may be asked again goes on; where nobody does the work is told, and begins nothing more."""
+
+    def asked():
+        asks.append(1)
+        if len(asks) == 2:
+            raise KeyboardInterrupt
+        return len(asks) > 3
+
+    def work():
+        try:
+            yield asked
+        except KeyboardInterrupt:
+            log.append("told")
+            raise
+        log.append("went on")
+
+    asks, log = [], []
+    flight = PartByPart([""], work())
+    with pytest.raises(KeyboardInterrupt):
+        flight.run() if ends else flight.result()
+    assert flight.result() == (["timeout: interrupted"] if ends else [""])
+    assert log == (["told"] if ends else ["went on"])

@@ -17,6 +17,7 @@ import pytest
 from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier_storage import kept_handles, kvikio_engine, open_store
+from hicache_tier_storage.engine import STILL_UNDER_WAY
 from hicache_tier_storage.kvikio_engine import KvikioEngine
 from hicache_tier_storage.kvikio_package import why_no_kvikio
 
@@ -182,6 +183,121 @@ def test_futures_that_never_end(engine, bench, monkeypatch):
         assert time.monotonic() - start < 5
     assert [reason.partition(":")[0] for reason in reasons] == ["timeout"] * 2
     assert not any(engine.write(bench.batch(filled(2), [(slab, 0), (slab, 1)])))
+
+
+class Asked:
+    """A call that is made when it has been asked for often enough; one who asks is told an error before."""
+
+    under_way = 0
+
+    def __init__(self, call, error, asks=4):
+        self._call, self._error, self._left = call, error, asks
+        type(self).under_way += 1
+
+    def done(self):
+        if self._call is None:
+            return True
+        self._left -= 1
+        if self._left == 1:
+            raise self._error
+        if self._left <= 0:
+            self._moved, self._call = self._call(), None
+            type(self).under_way -= 1
+        return self._call is None
+
+    def get(self):
+        return self._moved
+
+
+def asked_for(patch, verb, error, interrupted_at=None):
+    """Let calls of CuFile end only as they are asked for; one is interrupted as it is made."""
+    system = os.pwritev if verb == "write" else os.preadv
+    made = []
+
+    def submit(self, view, file_offset):
+        made.append(file_offset)
+        if len(made) == interrupted_at:
+            raise KeyboardInterrupt
+        return Asked(lambda: system(self._fd, [view], file_offset), error)
+
+    patch.setattr(CuFile, "pwrite" if verb == "write" else "pread", submit)
+    patch.setattr(kvikio_engine, "_TASK_NBYTES", 4096)
+    patch.setattr(Asked, "under_way", 0)
+    return made
+
+
+def notes(caught):
+    return getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_future_that_does_not_tell_is_asked_again(engine, bench, monkeypatch, verb):
+    slab, memory = bench.slab(), filled(4)
+    assert not any(engine.write(bench.batch(memory, [(slab, at) for at in range(4)])))
+    target = filled(4) if verb == "write" else Memory([4096], 4, between=0)
+    with monkeypatch.context() as patch:
+        asked_for(patch, verb, RuntimeError("boom"))
+        assert not any(getattr(engine, verb)(bench.batch(target, [(slab, at) for at in range(4)])))
+    assert [bench.on_disk(slab, at) for at in range(4)] == [target.page(at) for at in range(4)]
+
+
+def test_futures_that_never_tell(engine, bench, monkeypatch):
+    monkeypatch.setattr(CuFile, "pwrite", lambda *_, **__: SimpleNamespace(done=lambda: 1 / 0))
+    reasons = engine.write(bench.batch(filled(2), [(bench.slab(), 0), (bench.slab(), 1)]))
+    assert [reason.partition(":")[0] for reason in reasons] == ["timeout"] * 2
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("interrupted_at", [None, 3], ids=["waiting", "beginning"])
+def test_an_interrupt_waits_for_what_is_under_way(engine, bench, monkeypatch, verb, interrupted_at):
+    """Through further interrupts; a call that was made as it came may be under way all the same."""
+    slab = bench.slab()
+    batch = bench.batch(filled(4), [(slab, at) for at in range(4)])
+    with monkeypatch.context() as patch:
+        made = asked_for(patch, verb, KeyboardInterrupt(), interrupted_at)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            getattr(engine, verb)(batch)
+        assert len(made) == (interrupted_at or 4)
+        assert Asked.under_way == 0
+    assert notes(caught) == ([STILL_UNDER_WAY] if interrupted_at else [])
+    assert not any(engine.write(batch))
+
+
+def test_an_interrupt_does_not_wait_for_ever(engine, bench, monkeypatch):
+    def asked():
+        if asks.append(1) or len(asks) == 2:
+            raise KeyboardInterrupt
+        return False
+
+    asks = []
+    monkeypatch.setattr(CuFile, "pwrite", lambda *_, **__: SimpleNamespace(done=asked))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        engine.write(bench.batch(filled(1), [(bench.slab(), 0)]))
+    assert notes(caught) == [STILL_UNDER_WAY]
+
+
+def test_what_was_begun_before_an_error_is_waited_for(engine, bench, monkeypatch):
+    slabs = [bench.slab(), bench.slab()]
+    real = kvikio_engine.describe
+    places = [(slabs[0], 0), (slabs[1], 0), (slabs[0], 1)]
+    batch, turns = bench.batch(filled(3), places), []
+
+    def describe(*arguments):
+        if turns.append(1) or len(turns) == 2:
+            raise MemoryError
+        return real(*arguments)
+
+    verdicts = kvikio_engine.good_runs
+
+    def one_by_one(given, first, last):
+        for start, stop in verdicts(given, first, last):
+            yield from ((at, at + 1) for at in range(start, stop))
+
+    asked_for(monkeypatch, "write", RuntimeError("boom"))
+    monkeypatch.setattr(kvikio_engine, "good_runs", one_by_one)
+    monkeypatch.setattr(kvikio_engine, "describe", describe)
+    assert engine.write(batch) == ["", "engine_error: MemoryError: ", "engine_error: MemoryError: "]
+    assert Asked.under_way == 0
 
 
 def test_a_child_of_fork_is_refused(engine, bench, monkeypatch):

@@ -21,8 +21,9 @@ from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier.testing.store_rig import StoreRig, writer_of
 from hicache_tier_storage import nixl_lane, open_store
 from hicache_tier_storage.accelerators import nixl_posix
+from hicache_tier_storage.engine import STILL_UNDER_WAY
 from hicache_tier_storage.nixl_engine import NixlEngine
-from hicache_tier_storage.nixl_lane import QUEUES, NixlLane
+from hicache_tier_storage.nixl_lane import QUEUES, LaneError, NixlLane, posix_plugin
 from hicache_tier_storage.nixl_package import why_no_nixl
 from hicache_tier_storage.slab import StoreFile
 
@@ -162,6 +163,101 @@ def test_a_backend_that_never_completes(tmp_path, monkeypatch):
     assert not any(engine.write(bench.batch(memory, places(slab, 4))))  # on a new agent
     engine.close()
     bench.close()
+
+
+def test_an_interrupt_waits_for_what_is_under_way(tmp_path, monkeypatch):
+    """Through further interrupts; the agent is used again."""
+    engine = NixlEngine(direct=False, threads=1, min_piece_nbytes=1)
+    bench = Bench(tmp_path, [4096])
+    memory = Memory([4096], 4, between=0)
+    memory.fill()
+    batch = bench.batch(memory, places(bench.slab(), 4))
+    assert not any(engine.write(batch))
+    (lane,) = engine._idle[True]
+    real, asked = NixlLane.ask, []
+
+    def ask(lane, handle):
+        if asked.append(1) or len(asked) in {2, 3}:
+            raise KeyboardInterrupt
+        return real(lane, handle) if len(asked) > 4 else "PROC"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NixlLane, "ask", ask)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            engine.write(batch)
+    assert not hasattr(caught.value, "__notes__")
+    assert not lane._under_way
+    assert engine._idle[True] == [lane]
+    assert not any(engine.write(batch))
+    engine.close()
+    bench.close()
+
+
+def test_an_interrupt_does_not_wait_for_ever(tmp_path, monkeypatch):
+    engine = NixlEngine(direct=False, threads=1, deadline_s=0.2, min_piece_nbytes=1)
+    bench = Bench(tmp_path, [4096])
+    memory = Memory([4096], 4, between=0)
+    batch, asked = bench.batch(memory, places(bench.slab(), 4)), []
+
+    def ask(*_):
+        if asked.append(1) or len(asked) == 2:
+            raise KeyboardInterrupt
+        return "PROC"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NixlLane, "ask", ask)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            engine.write(batch)
+    assert caught.value.__notes__ == [STILL_UNDER_WAY]
+    assert not engine._idle[True]
+    assert not any(engine.write(batch))  # on a new agent
+    engine.close()
+    bench.close()
+
+
+def test_helpers_are_waited_for_however_often_that_is_interrupted(tmp_path, monkeypatch):
+    engine = NixlEngine(direct=False, threads=2, min_piece_nbytes=1)
+    bench = Bench(tmp_path, [1 << 20], slots=4)
+    memory = Memory([1 << 20], 4, between=0)
+    memory.fill()
+    batch = bench.batch(memory, places(bench.slab(), 4))
+    mine, gate, helping, done = threading.get_ident(), threading.Event(), threading.Event(), []
+    real, wait_for = NixlLane.transfer, threading.Condition.wait_for
+
+    def transfer(*arguments, **options):
+        if threading.get_ident() == mine:
+            helping.wait(10)
+            raise KeyboardInterrupt
+        helping.set()
+        gate.wait(10)
+        real(*arguments, **options)
+        done.append(1)
+
+    def interrupted(condition, predicate, timeout=None):
+        if not gate.is_set():
+            gate.set()
+            raise KeyboardInterrupt
+        return wait_for(condition, predicate, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NixlLane, "transfer", transfer)
+        patch.setattr(threading.Condition, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.write(batch)
+        assert done == [1]
+    engine.close()
+    bench.close()
+
+
+def test_an_agent_that_has_something_under_way_is_not_made_anew():
+    lane = NixlLane(posix_plugin("aio"), 0.1)
+    lane.usable = False
+    lane._under_way.add("a transfer")
+    assert not lane.retire()
+    lane.ended("a transfer")
+    assert lane.retire()
+    with pytest.raises(LaneError, match="closed"):
+        lane.post(None, {}, write=True)
 
 
 def test_slots_of_a_write_that_never_ended_are_set_aside(tmp_path, monkeypatch):
