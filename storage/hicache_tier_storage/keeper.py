@@ -22,7 +22,10 @@ _PUBLISHED_AT_ONCE = 4096
 
 
 class Keeper:
-    """Writes access times, at most once a minute a page, and gives up slabs that other writers ask for."""
+    """Writes access times, at most once a minute a page, and gives up slabs that other writers ask for.
+
+    Where the partition is another writer's by now, it is the first to see it, and ends.
+    """
 
     def __init__(self, core: StoreCore, writer: WriterPartition, budget: RootBudget) -> None:
         self._core, self._writer, self._budget = core, writer, budget
@@ -62,6 +65,8 @@ class Keeper:
         published = time.monotonic()
         while not self._stop.wait(_TICK_S):
             try:
+                if self._core.lost_partition():
+                    return
                 asked = self._budget.excess(self._writer.paths)
                 due = time.monotonic() >= published + _PUBLISH_S
                 if not (asked or due):

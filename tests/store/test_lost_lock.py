@@ -62,6 +62,16 @@ def test_a_store_whose_lock_comes_back_stays_gone(shop, keys):
     assert shop.get(store, keys[:4]) == ["store_gone"] * 4
 
 
+def test_the_keeper_sees_it_where_nobody_calls(shop, keys):
+    store = shop.open()
+    shop.put(store, keys[:20])
+    paths_of(store).lock.unlink()
+    store._keeper._thread.join(30)
+    assert not store._keeper._thread.is_alive()
+    assert len(store) == 0
+    assert not writer_of(store).slabs
+
+
 def test_a_put_that_began_before_commits_nothing(shop, keys):
     """Its bytes have moved; meanwhile the next writer gives its slots to other pages."""
     hang = Hang(after=True)
