@@ -63,6 +63,8 @@ class Move(ABC):
     ----------
     starting : StartingEngine or None
         The engine, where it can have many steps under way.
+    left : bool
+        Whether bytes may still be under way.
     step, window : int
         Pages of a step, and pages from the first that is under way to the last; a whole number of steps.
     """
@@ -85,6 +87,7 @@ class Move(ABC):
         self.pages, self.numbers, self.ring, self.places, self.sums = pages, numbers, ring, places, sums
         self.write = write
         self.lease = lease
+        self.left = False
         self._reasons = [""] * len(numbers)
         self._flights: deque[tuple[int, Flight]] = deque()  # each with the page behind its last
         self._summer: Summer | None = None
@@ -169,7 +172,11 @@ class Move(ABC):
 
     def _start(self, start: int, stop: int) -> None:
         """Let the engine begin with some pages."""
-        self._flights.append((stop, self._flight(start, stop)))
+        try:
+            self._flights.append((stop, self._flight(start, stop)))
+        except BaseException:  # interrupted: nobody knows what is under way
+            self._leave()
+            raise
 
     def _flight(self, start: int, stop: int) -> Flight:
         if self.lease is not None and self.lease.ended:
@@ -178,11 +185,7 @@ class Move(ABC):
             return Settled([_GIVEN_UP] * (stop - start))
         batch = self.batch(start, stop)
         if self.starting is not None:
-            try:
-                return started(self.starting, batch, write=self.write)
-            except BaseException:  # interrupted: nobody knows what is under way
-                self.ring.usable = False
-                raise
+            return started(self.starting, batch, write=self.write)
         part = self._part(start, stop) if batch.memory is None else None
         if part is not None:
             batch.hook = summing(*self.summed(start, stop), part)
@@ -207,21 +210,36 @@ class Move(ABC):
     def _answer(self, flight: Flight) -> list[str]:
         reasons = flight.result()
         if any(reasons) and any(reason.startswith("timeout") for reason in reasons):
-            self.ring.usable = False  # bytes may still be under way in it
+            self._leave()
         return reasons
 
+    def _leave(self) -> None:
+        """Never touch the ring again: bytes may still be under way in it."""
+        self.ring.usable = False
+        self.left = True
+
     def _end(self) -> None:
-        """Wait until nobody touches the ring or the slots (each wait has a deadline), however interrupted."""
+        """Wait until nobody touches the ring or the slots (each wait has a deadline), however interrupted.
+
+        Where that is not to be had the ring is given up.
+        """
         failed: Flight | None = None
         interrupted: BaseException | None = None
-        while self._flights:
-            flight = self._flights[0][1]
-            try:
-                if flight is not failed or not flight.done():
+        try:
+            while self._flights:
+                flight, told = self._flights[0][1], False
+                try:
+                    told = flight is failed and flight.done()
                     self._answer(flight)
+                except BaseException as error:  # noqa: BLE001 - raised below
+                    failed, interrupted = flight, error
+                    if not told:
+                        continue  # it is asked once more
+                    self._leave()
                 self._flights.popleft()
-            except BaseException as error:  # noqa: BLE001 - raised below
-                failed, interrupted = flight, error
+        finally:
+            if self._flights:
+                self._leave()
         if interrupted is not None:
             raise interrupted
 

@@ -155,6 +155,7 @@ class DevicePayload:
         lent = self.lease is not None and not write  # nothing may arrive in the pool by itself
         if self.pages.fragments is not None and (user or device is None) and not lent:
             make, kind = FragmentMove, RingKind(where, user, write, 0)
+        move: Move | None = None
         try:
             with on_device(where), lent_ring(kind, self.lease) as ring:
                 if ring.stream is not None and self.begin is not None:
@@ -166,7 +167,10 @@ class DevicePayload:
                 return move.run(meanwhile)
         except StagingError as error:
             _LOG.warning("device pages were not moved: %s", error)
-            return [str(error)] * len(self.numbers)
+            why = str(error)
         except Exception as error:  # noqa: BLE001 - of the driver, of torch: a fault at run time is a verdict
-            _LOG.exception("device pages were not moved")
-            return [f"device_error: {type(error).__name__}: {error}"] * len(self.numbers)
+            _LOG.error("device pages were not moved", exc_info=error)
+            why = f"device_error: {type(error).__name__}: {error}"
+        if move is not None and move.left:
+            why = f"timeout: {why}"
+        return [why] * len(self.numbers)

@@ -107,11 +107,15 @@ class Claim:
 
 @dataclass(slots=True)
 class _Pending:
-    """Pages on their way to disk: allocated slots, what goes there, and their records."""
+    """Pages on their way to disk: allocated slots, what goes there, and their records.
+
+    `begun` says whether bytes may be under way: from then on slots are given back by verdict alone.
+    """
 
     slots: NDArray[np.int64]
     offer: Offer
     records: NDArray[np.void]
+    begun: bool = False
 
     def take(self, rows: list[int]) -> _Pending:
         return _Pending(self.slots[rows], self.offer.take(rows), self.records[rows])
@@ -247,12 +251,16 @@ class Putter:
         pin: bool,
     ) -> None:
         """Write rows to the slots allocated for them, and note the verdicts."""
+        pending = _Pending(slots, offer.take(rows), new_records(len(slots)))
         try:
-            reasons = self._write(slots, offer.take(rows), sequence, pin=pin)
+            reasons = self._write(pending, sequence, pin=pin)
         except BaseException:
             with self._core.lock:
-                self._writer.give_back(slots.tolist())
-                self._writer.release(slots)
+                if pending.begun:
+                    self._writer.stranded += len(slots)  # still pinned, as where an engine says `timeout`
+                else:
+                    self._writer.give_back(slots.tolist())
+                    self._writer.release(slots)
             raise
         verdicts = [STORED] * len(rows)
         if any(reasons):
@@ -299,11 +307,10 @@ class Putter:
             writer.release(slots)
             core.drop_slabs(writer, damage)
 
-    def _write(self, slots: NDArray[np.int64], offer: Offer, sequence: int, *, pin: bool) -> list[str]:
+    def _write(self, pending: _Pending, sequence: int, *, pin: bool) -> list[str]:
         """Write payloads and records of allocated slots; "" or a reason for each."""
         core, writer = self._core, self._writer
-        records = new_records(len(slots))
-        pending = _Pending(slots, offer, records)
+        slots, offer, records = pending.slots, pending.offer, pending.records
         try:
             odd = writer.tables.mark_writing(slots)
             files, offsets = writer.locate(slots)
@@ -327,6 +334,7 @@ class Putter:
             records["algorithm"] = CHECKSUM_XXH3
             seeds = list(map(checksum_seed, offer.keys))
             sums = Sums(seeds, [True] * len(seeds), records["checksum"])
+        pending.begun = True
         reasons = payload.move(engine, places, sums, write=True, meanwhile=describe)
         describe()
         if not bare:

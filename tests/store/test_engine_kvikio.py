@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from hicache_tier.testing.array_pool import ArrayPool, fill_pages, keys_of, pages_equal
+from hicache_tier.testing.device_rig import ALIGNED
 from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
 from hicache_tier.testing.store import PageStoreSuite
 from hicache_tier_storage import kept_handles, kvikio_engine, open_store
@@ -298,6 +300,32 @@ def test_what_was_begun_before_an_error_is_waited_for(engine, bench, monkeypatch
     monkeypatch.setattr(kvikio_engine, "describe", describe)
     assert engine.write(batch) == ["", "engine_error: MemoryError: ", "engine_error: MemoryError: "]
     assert Asked.under_way == 0
+
+
+def test_a_put_that_was_interrupted_writes_to_no_other_pages_slot(stand_in, memory_path, monkeypatch):
+    """The first piece, whose future nobody has, is written late."""
+    nbytes, late, real = ALIGNED.page_nbytes, [], CuFile.pwrite
+    monkeypatch.setattr(kvikio_engine, "_TASK_NBYTES", nbytes)
+    engine = KvikioEngine(direct=False, threads=2)
+    host, old, new = ArrayPool(ALIGNED, "page_first", 16), keys_of("old", 4), keys_of("new", 4)
+    fill_pages(host, range(8), old + new, nbytes)
+
+    def interrupted(self, view, file_offset):
+        late.append(lambda: real(self, view, file_offset).get())
+        raise KeyboardInterrupt
+
+    options = {"capacity_bytes": "4 MiB", "engine": engine, "deadline_s": None}
+    with open_store(memory_path, ALIGNED, "page_first", **options) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(CuFile, "pwrite", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.put(old, host, range(4))
+        assert store.stats()["stranded_slots"] == 4
+        assert all(store.put(new, host, range(4, 8)))
+        late[0]()
+        assert all(store.get(new, host, range(8, 12)))
+    assert all(pages_equal(host, range(8, 12), new, nbytes))
+    engine.close()
 
 
 def test_a_child_of_fork_is_refused(engine, bench, monkeypatch):
