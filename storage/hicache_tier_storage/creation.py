@@ -14,8 +14,8 @@ from hicache_tier.errors import EncryptionError, FormatVersionError, NotAStoreEr
 from .capacity import settle_demand, uses_of
 from .encryption import encryption_attribute
 from .identity import FORMAT_NAME, FORMAT_VERSION, PLAIN_VERSION
-from .inside import ARRAY_FILE, PARTITION_FILE, read_inside, remove_inside
-from .locks import let_go, open_lock, try_lock
+from .inside import ARRAY_FILE, PARTITION_FILE, RANK_FILE, read_inside, remove_inside
+from .locks import hold_folder, let_go, open_lock, try_lock
 from .metadata import (
     MAX_METADATA_NBYTES,
     component_table,
@@ -66,7 +66,10 @@ def lock_partition(space: Path, rank: str, pool: str, access: Access) -> tuple[P
         try:
             if try_lock(fd):
                 settle_demand(fd)
-                return paths, number, fd
+                held = hold_folder(paths.root, RANK_FILE)
+                if held is not None:
+                    let_go(held)  # the partition takes it again; the root's lock is held all the while
+                    return paths, number, fd
         except BaseException:
             let_go(fd)
             raise

@@ -82,6 +82,23 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
+def hold_folder(folder: Path, depth: int) -> int | None:
+    """Lock a folder, which stays locked whatever is removed from it; None where another holds it.
+
+    Give the descriptor back by `let_go`. It is -1, and the folder not locked, where the file system does not
+    lock folders.
+    """
+    fd = open_lock(folder, depth, writable=False)
+    try:
+        if try_lock(fd):
+            return fd
+    except OSError:
+        let_go(fd)
+        return -1
+    let_go(fd)
+    return None
+
+
 def wait_for_lock(fd: int, patience_s: float, *, shared: bool = False) -> bool:
     """Lock, waiting up to `patience_s` seconds; False where another held it all the while."""
     deadline, pause = time.monotonic() + patience_s, _FIRST_WAIT_S

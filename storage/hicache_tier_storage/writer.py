@@ -17,9 +17,9 @@ from .creation import documents_agree, existing_facts, slots_in_use, write_docum
 from .eviction import LeafLru
 from .free_slots import FreeSlots
 from .growth import Growth
-from .inside import ARRAY_FILE
+from .inside import ARRAY_FILE, RANK_FILE
 from .journal import Journal
-from .locks import let_go
+from .locks import hold_folder, let_go
 from .metadata import replace_file, stored_axes
 from .partition import Partition
 from .partition_facts import PartitionFacts
@@ -132,12 +132,13 @@ class WriterPartition(Partition):
         try:
             self._load(self.capacity)
             self._write_state(clean=False)
+            folder_fd = hold_folder(paths.root, RANK_FILE)
         except BaseException:
             self.close()
             self._journal.close()
             raise
         self._journal.invalidate()
-        self._lock_fd = lock_fd
+        self._lock_fd, self._folder_fd = lock_fd, -1 if folder_fd is None else folder_fd
 
     def _load(self, most_slots: int) -> None:
         pages = recover_pages(self, most_slots=most_slots, unclean=self._suspect_boot is not None)
@@ -423,10 +424,12 @@ class WriterPartition(Partition):
         self.disown_lock()
 
     def disown_lock(self) -> None:
-        """Close this process's descriptor of the writer lock."""
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            let_go(fd)
+        """Close this process's descriptors of the writer's lock and of the locked folder."""
+        fds = self._lock_fd, self._folder_fd
+        self._lock_fd = self._folder_fd = -1
+        for fd in fds:
+            if fd >= 0:
+                let_go(fd)
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int]:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import shutil
+import stat
 import threading
 
 import pytest
 
 from hicache_tier.testing.faults import FaultyEngine, Hang
 from hicache_tier.testing.store_rig import paths_of, writer_of
+from hicache_tier_storage import locks
 from hicache_tier_storage.posix import PosixEngine
+
+
+@pytest.fixture
+def folders_without_locks(monkeypatch):
+    """As on file systems that lock no folders: the next writer takes the partition."""
+
+    def refuse(fd, operation, flock=fcntl.flock):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(fd, operation)
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
 
 
 def take_lock(store, what):
@@ -29,6 +46,7 @@ def stop_keeper(store):
 
 
 @pytest.mark.parametrize("what", ["lock", "state", "another"])
+@pytest.mark.usefixtures("folders_without_locks")
 def test_nothing_is_stored_or_loaded_once_the_lock_is_lost(shop, keys, what, caplog):
     first = shop.open()
     stop_keeper(first)
@@ -48,6 +66,42 @@ def test_nothing_is_stored_or_loaded_once_the_lock_is_lost(shop, keys, what, cap
     assert not first.close().synced
     assert shop.get(second, keys[:40]) == ["loaded"] * 40
     assert second.close().synced
+
+
+@pytest.mark.parametrize("what", ["lock", "state", "another"])
+def test_a_partition_is_taken_by_nobody_else_while_a_put_of_its_writer_is_under_way(shop, keys, what):
+    """Its bytes may land at any time, in whichever slots they were meant for."""
+    hang = Hang()
+    first = shop.open(engine=FaultyEngine(PosixEngine(direct=False, threads=1), hang), deadline_s=None)
+    stop_keeper(first)
+    answer = []
+    thread = threading.Thread(target=lambda: answer.extend(shop.put(first, keys[:10])))
+    thread.start()
+    hang.gate.wait_for(1)
+    take_lock(first, what)
+    second = shop.open()
+    assert paths_of(second) != paths_of(first)
+    assert shop.put(second, keys[20:30]) == ["stored"] * 10
+    hang.gate.open()
+    thread.join(30)
+    assert answer == ["store_gone"] * 10
+    assert shop.get(second, keys[20:30]) == ["loaded"] * 10
+    first.close()
+    third = shop.open()
+    assert paths_of(third) == paths_of(first)
+    assert shop.put(third, keys[40:50]) == ["stored"] * 10
+    assert shop.get(third, keys[40:50]) == ["loaded"] * 10
+
+
+def test_slabs_of_a_partition_whose_lock_was_taken_make_room_for_the_next_writer(shop, keys):
+    first = shop.open()
+    stop_keeper(first)
+    assert shop.put(first, keys[:240]) == ["stored"] * 240
+    paths_of(first).lock.unlink()
+    second = shop.open()
+    assert shop.put(second, keys[240:300]) == ["stored"] * 60
+    assert shop.get(second, keys[240:300]) == ["loaded"] * 60
+    assert shop.get(first, keys[:4]) == ["store_gone"] * 4
 
 
 def test_a_store_whose_lock_comes_back_stays_gone(shop, keys):
@@ -72,6 +126,7 @@ def test_the_keeper_sees_it_where_nobody_calls(shop, keys):
     assert not writer_of(store).slabs
 
 
+@pytest.mark.usefixtures("folders_without_locks")
 def test_a_put_that_began_before_commits_nothing(shop, keys):
     """Its bytes have moved; meanwhile the next writer gives its slots to other pages."""
     hang = Hang(after=True)
@@ -96,6 +151,7 @@ def test_a_put_that_began_before_commits_nothing(shop, keys):
 
 
 @pytest.mark.parametrize("call", ["delete", "clear", "unpin", "shed", "publish"])
+@pytest.mark.usefixtures("folders_without_locks")
 def test_records_of_the_next_writer_are_left_alone(shop, keys, call):
     first = shop.open()
     stop_keeper(first)
@@ -121,6 +177,7 @@ def test_records_of_the_next_writer_are_left_alone(shop, keys, call):
     assert shop.get(second, keys[:40]) == ["loaded"] * 40
 
 
+@pytest.mark.usefixtures("folders_without_locks")
 def test_two_writers_of_one_partition_serve_no_wrong_bytes(shop, keys):
     """Both are at work in few slots; every byte is checked."""
     first = shop.open(capacity_bytes=600_000)
