@@ -5,9 +5,12 @@ with one verdict a page; it never raises for a fault of the medium. `hicache_tie
 suite that every engine passes.
 
 An engine that gives up waiting, or cannot tell whether bytes are still under way, says `timeout: ...`. The
-slot of such a page is never given out again by this process, and its memory is not to be reused. An exception
-out of `write`, `read` or `start` says that nothing is under way; one out of a flight says nothing of it. An
-interrupt (KeyboardInterrupt) leaves an engine once what is under way has ended, or has had its time.
+slot of such a page is never given out again by this process, and its memory is not to be reused: the batch is
+kept for good, unless the engine has `holds_batches = True`, which says that it refers to a batch itself for as
+long as bytes of it may be under way.
+
+An exception out of `write`, `read` or `start` says that nothing is under way; one out of a flight says nothing
+of it. An interrupt (KeyboardInterrupt) leaves an engine once what is under way has ended, or has had its time.
 """
 
 from __future__ import annotations
@@ -190,7 +193,8 @@ def _complete(engine: ByteEngine, given: Iterable[str], batch: PageBatch) -> lis
     if len(reasons) != len(batch):
         _LOG.error("engine %s gave %d verdicts on %d pages", engine.name, len(reasons), len(batch))
         return ["engine_error: a verdict is missing"] * len(batch)
-    if any(reasons) and any(reason.startswith("timeout") for reason in reasons):
+    late = any(reasons) and any(reason.startswith("timeout") for reason in reasons)
+    if late and not getattr(engine, "holds_batches", False):
         _LEFT.append(batch)
     return reasons
 

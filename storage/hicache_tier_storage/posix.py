@@ -65,6 +65,7 @@ class PosixEngine:
     """
 
     name = "posix"
+    holds_batches = True  # its threads do
     lands = True
 
     def __init__(self, *, direct: bool, threads: int | None = None, write_nbytes: int | None = None) -> None:

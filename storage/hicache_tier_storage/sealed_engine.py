@@ -104,6 +104,7 @@ class SealedEngine:
     """
 
     lands = True
+    holds_batches = True  # what may be under way is the inner engine's batch
 
     def __init__(
         self,
