@@ -6,11 +6,12 @@ suite that every engine passes.
 
 An engine that gives up waiting, or cannot tell whether bytes are still under way, says `timeout: ...`. The
 slot of such a page is never given out again by this process, and its memory is not to be reused: the batch is
-kept for good, unless the engine has `holds_batches = True`, which says that it refers to a batch itself for as
-long as bytes of it may be under way.
+kept for good, unless the engine has `holds_batches = True`, which says that it refers to a batch itself for
+as long as bytes of it may be under way.
 
-An exception out of `write`, `read` or `start` says that nothing is under way; one out of a flight says nothing
-of it. An interrupt (KeyboardInterrupt) leaves an engine once what is under way has ended, or has had its time.
+An exception out of `write`, `read` or `start` says that nothing is under way; one out of a flight says
+nothing of it. An interrupt (KeyboardInterrupt) leaves an engine once what is under way has ended, or has had
+its time.
 """
 
 from __future__ import annotations
