@@ -106,11 +106,13 @@ class StoreCore:
         Yields whether it is held: a call that hangs with it may keep it for good, and then nobody else
         changes anything either.
         """
-        held = self.lock.acquire(timeout=_BRIEFLY_S)
+        held: list[bool] = []
         try:
-            yield held
+            # One call notes what the lock answered: between two of them a signal's handler could raise.
+            held.extend(map(self.lock.acquire, (True,), (_BRIEFLY_S,)))
+            yield held[0]
         finally:
-            if held:
+            if any(held):
                 self.lock.release()
 
     @contextmanager

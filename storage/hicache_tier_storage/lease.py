@@ -13,10 +13,11 @@ class Lease:
     read to memory of the store's own and copied while the lease is held.
     """
 
-    __slots__ = ("_changed", "_ended", "_holders")
+    __slots__ = ("_changed", "_ended", "_holders", "_lock")
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # a signal may raise in the condition's own code
+        self._changed = threading.Condition(self._lock)
         self._holders = 0
         self._ended = False
 
@@ -27,7 +28,7 @@ class Lease:
 
     def enter(self) -> bool:
         """Hold the lease for as long as a copy takes, or learn that it has ended; `leave` follows a True."""
-        with self._changed:
+        with self._lock:
             if self._ended:
                 return False
             self._holders += 1
@@ -35,14 +36,14 @@ class Lease:
 
     def leave(self) -> None:
         """Let go of the lease."""
-        with self._changed:
+        with self._lock:
             self._holders -= 1
             if self._ended and not self._holders:
                 self._changed.notify_all()
 
     def end(self) -> None:
         """Take the permission back; copies under way are waited for."""
-        with self._changed:
+        with self._lock:
             self._ended = True
             while self._holders:
                 self._changed.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -98,3 +99,23 @@ def test_a_call_that_no_thread_is_given_is_not_counted(monkeypatch):
     assert call.wait(time.monotonic() + PATIENCE_S)
     lane.close()
     assert lane.join(time.monotonic() + PATIENCE_S)
+
+
+def test_a_look_that_is_interrupted_as_it_gets_the_lock_lets_go_of_it(tmp_path):
+    def interrupt(frame, event, what):
+        if (
+            frame.f_code.co_name == "briefly"
+            and event == "c_return"
+            and what.__name__ in {"acquire", "extend"}
+        ):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    with open_store(tmp_path, GEOMETRY, "page_first", capacity_bytes="8 MiB", deadline_s=None) as store:
+        sys.setprofile(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                store.touch(KEYS)
+        finally:
+            sys.setprofile(None)
+        assert not store._core.lock.locked()
