@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .engine import moved
 from .landing import ABANDONED, LeasedBatch, read_leased
-from .payload import HostPayload, summing
+from .payload import HostPayload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,13 +43,8 @@ class Leased(HostPayload):
     ) -> list[str]:
         """Let the engine move the pages, as long as the lease lasts."""
         del meanwhile
-        shape = places.shape
-        batch = LeasedBatch(
-            places.files, places.offsets, self.addresses, self.nbytes, shape.page_nbytes, shape.stride
-        )
+        batch = self.batch(LeasedBatch, places, sums)
         batch.lease = self.lease
-        if sums is not None:
-            batch.hook = summing(self.addresses, self.nbytes, sums)
         if not write:
             return read_leased(engine, batch)
         if self.lease.ended:

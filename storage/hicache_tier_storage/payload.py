@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from .checksum import page_checksum
 from .engine import PageBatch, moved
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .engine import ByteEngine
     from .leased_device import LeasedDevice
     from .slab import SlabShape, StoreFile
+
+
+Batch = TypeVar("Batch", bound=PageBatch)
 
 
 class HostPages(Protocol):
@@ -152,13 +155,17 @@ class HostPayload:
     ) -> list[str]:
         """Let the engine move the pages where they lie; it blocks, so that nothing is done meanwhile."""
         del meanwhile
+        return moved(engine, self.batch(PageBatch, places, sums), write=write)
+
+    def batch(self, kind: type[Batch], places: Places, sums: Sums | None) -> Batch:
+        """Return what an engine is given to move the pages."""
         shape = places.shape
-        batch = PageBatch(
+        batch = kind(
             places.files, places.offsets, self.addresses, self.nbytes, shape.page_nbytes, shape.stride
         )
         if sums is not None:
             batch.hook = summing(self.addresses, self.nbytes, sums)
-        return moved(engine, batch, write=write)
+        return batch
 
 
 def summing(
