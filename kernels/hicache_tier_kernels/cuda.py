@@ -130,7 +130,7 @@ class PreparedKernel:
         if checked and isinstance(found, PageNumbers):
             self._check = IndexCheck(plan, found, stream, check_function)
         refused = 0 if self._check is None else self._check.verdict
-        self._where = self._table.data_ptr(), refused, found.address
+        self._where: Places = self._table.data_ptr(), refused, found.address
 
     def seconds(self, planes: Sequence[int]) -> float:  # noqa: ARG002 - a launch, however many they are
         """Return what a launch takes."""
@@ -248,21 +248,15 @@ class CopyKernel:
         self._counts = tuple(c_uint() for _ in range(6))
         self._arguments = pointers((*self._places, *self._counts), 0)
 
-    def launch(
-        self,
-        where: tuple[int, int, int],
-        span: tuple[int, int, int, int],
-        pages: tuple[int, int],
-        stream: int,
-    ) -> None:
+    def launch(self, where: Places, span: Span, pages: tuple[int, int], stream: int) -> None:
         """Launch it; a launch copies its arguments.
 
         Parameters
         ----------
-        where : tuple
+        where : tuple[int, int, int]
             Addresses of the plane table, of the verdict on page numbers or 0, both on the device, and of
             `struct Numbers` on the host.
-        span : tuple
+        span : tuple[int, int, int, int]
             Planes, as of `spans`.
         pages : tuple[int, int]
             The first of them by position, and how many.
