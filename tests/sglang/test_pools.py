@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from hicache_tier.testing.desk_rig import until
+
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 PAGE = 8
 PAGES = 24
@@ -444,7 +446,7 @@ def test_mla_is_written_once_and_read_by_every_rank(storages):
     wanted = raw_pages(pools[0], range(6))
     for rank, (storage, pool) in enumerate(zip(ranks, pools, strict=True)):
         fill(pool, 100 + rank)
-        assert eventually(lambda storage=storage: storage.batch_exists(keys) == 6), rank
+        assert until(lambda storage=storage: storage.batch_exists(keys) == 6), rank
         assert all(storage.batch_get_v1(keys, slots(pool, range(8, 14)))), rank
         assert raw_pages(pool, range(8, 14)) == wanted, rank
     stored = [storage.desk.pools["kv"].store.stats()["pages"] for storage in ranks]
@@ -468,17 +470,6 @@ def test_state_of_an_mla_model_is_each_ranks_own(storages):
         fill(pool, 50)
         storage.batch_get_v2([transfer("mamba", keys, slots(pool, [4]))])
         assert raw_pages(pool, [4]) == wanted[rank]
-
-
-def eventually(so, timeout_s=10.0):
-    import time
-
-    until_s = time.monotonic() + timeout_s
-    while not so():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_statistics_are_in_sglangs_class_and_drained(storages):

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from hicache_tier.testing import device_engines
+from hicache_tier.testing.device_engines import device_engine, stand_in_for_kvikio
 from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
 from hicache_tier.testing.kvikio_stand_in import CuFile
-from hicache_tier_storage import kvikio_engine, nixl_engine
 from hicache_tier_storage.engine import DeviceEngine, DeviceMemory
-from hicache_tier_storage.kvikio_engine import KvikioEngine
 from hicache_tier_storage.nixl_engine import NixlEngine
-from hicache_tier_storage.nixl_lane import NixlLane, posix_plugin
+from hicache_tier_storage.nixl_lane import NixlLane
 from hicache_tier_storage.nixl_package import why_no_nixl
 from hicache_tier_storage.registrations import Registrations
 from hicache_tier_storage.slab import StoreFile
@@ -44,22 +44,12 @@ class Pretended(Memory):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(kvikio_engine, "kvikio_module", lambda: SimpleNamespace(CuFile=CuFile))
-    monkeypatch.setattr(kvikio_engine, "compat_mode", lambda: "OFF")
-    monkeypatch.setattr(kvikio_engine, "use_threads", lambda count: None)
+    stand_in_for_kvikio(monkeypatch)
 
 
 @pytest.fixture
 def posix_for_gds(monkeypatch):
-    monkeypatch.setattr(nixl_engine, "gpu_plugin", lambda name, threads: posix_plugin("aio"))
-
-
-def make(kind, **options):
-    if kind == "kvikio":
-        return KvikioEngine(direct=False, threads=2, **options)
-    engine = NixlEngine(direct=False, threads=2, **options)
-    engine.device_mode = "GDS_MT"
-    return engine
+    device_engines.posix_for_gds(monkeypatch)
 
 
 class OnDevice(ByteEngineSuite):
@@ -69,7 +59,7 @@ class OnDevice(ByteEngineSuite):
         return Pretended(lengths, pages, **options)
 
     def make_engine(self, directory):
-        return make(self.kind)
+        return device_engine(self.kind)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -85,7 +75,7 @@ class TestNixl(OnDevice):
 
 @pytest.fixture(params=["kvikio", pytest.param("nixl", marks=needs_nixl)])
 def engine(request, stand_in, posix_for_gds):
-    engine = make(request.param, deadline_s=0.5)
+    engine = device_engine(request.param, deadline_s=0.5)
     assert isinstance(engine, DeviceEngine)
     assert engine.device_mode
     yield engine

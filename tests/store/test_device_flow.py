@@ -7,7 +7,6 @@ with its POSIX plug-in in place of GDS_MT. `test_device_route_gpu.py` has the re
 from __future__ import annotations
 
 import os
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,18 +14,17 @@ import pytest
 
 from hicache_tier.layout import Layout
 from hicache_tier.testing.array_pool import blank_pages, fill_pages, keys_of, pages_equal
+from hicache_tier.testing.device_engines import device_engine, posix_for_gds, stand_in_for_kvikio
 from hicache_tier.testing.device_rig import ALIGNED, GEOMETRIES, BytePool
 from hicache_tier.testing.kvikio_stand_in import CuFile
 from hicache_tier.testing.store import PageStoreSuite
-from hicache_tier_storage import getter, kvikio_engine, nixl_device, nixl_engine, open_store, staging
+from hicache_tier_storage import getter, kvikio_engine, nixl_device, open_store, staging
 from hicache_tier_storage.checksum import page_checksum
 from hicache_tier_storage.device_moves import RingMove
 from hicache_tier_storage.engine import DeviceMemory, StartingEngine
-from hicache_tier_storage.flights import PartByPart, Settled
-from hicache_tier_storage.kvikio_engine import KvikioEngine
+from hicache_tier_storage.flights import Settled
 from hicache_tier_storage.leased_device import LeasedDevice
-from hicache_tier_storage.nixl_engine import NixlEngine
-from hicache_tier_storage.nixl_lane import NixlLane, posix_plugin
+from hicache_tier_storage.nixl_lane import NixlLane
 from hicache_tier_storage.nixl_package import why_no_nixl
 from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.putter import Putter
@@ -58,18 +56,8 @@ def pretended(monkeypatch):
     monkeypatch.setattr(RingMove, "memory", property(memory))
     monkeypatch.setattr(staging.Ring, "summer", lambda _, fragments, nbytes, pages: Summer(fragments, nbytes))
     monkeypatch.setattr(staging, "_RINGS_OF_PROCESS", staging._Rings())
-    monkeypatch.setattr(kvikio_engine, "kvikio_module", lambda: SimpleNamespace(CuFile=CuFile))
-    monkeypatch.setattr(kvikio_engine, "compat_mode", lambda: "OFF")
-    monkeypatch.setattr(kvikio_engine, "use_threads", lambda count: None)
-    monkeypatch.setattr(nixl_engine, "gpu_plugin", lambda name, threads: posix_plugin("aio"))
-
-
-def make(kind, **options):
-    if kind == "kvikio":
-        return KvikioEngine(direct=False, threads=2, **options)
-    engine = NixlEngine(direct=False, threads=2, **options)
-    engine.device_mode = "GDS_MT"
-    return engine
+    stand_in_for_kvikio(monkeypatch)
+    posix_for_gds(monkeypatch)
 
 
 def short_steps(monkeypatch, slots, a_step=1, nbytes=NBYTES):
@@ -84,7 +72,7 @@ class Flowing(PageStoreSuite):
     @pytest.fixture(autouse=True)
     def engine(self, pretended, monkeypatch):
         short_steps(monkeypatch, 4, nbytes=8192)
-        self._engine = make(self.kind)
+        self._engine = device_engine(self.kind)
         yield
         self._engine.close()
 
@@ -108,7 +96,11 @@ class TestNixl(Flowing):
 @pytest.fixture(params=ENGINES)
 def rig(request, memory_path):
     """A store, a pool of 128 pages, the first 64 filled, their keys, and lengths of the engine's calls."""
-    engine, device, keys = make(request.param), BytePool(ALIGNED, "page_first", 128), keys_of("flow", 64)
+    engine, device, keys = (
+        device_engine(request.param),
+        BytePool(ALIGNED, "page_first", 128),
+        keys_of("flow", 64),
+    )
     fill_pages(device, range(64), keys, NBYTES)
     options = {"capacity_bytes": "64 MiB", "engine": engine, "verify": "always"}
     with (
@@ -212,7 +204,7 @@ def test_a_call_that_never_ends(memory_path, monkeypatch):
     """What else was under way counts; what was not begun is not tried; the ring is not lent again."""
     short_steps(monkeypatch, 4)
     engine, device, keys = (
-        make("kvikio", deadline_s=0.3),
+        device_engine("kvikio", deadline_s=0.3),
         BytePool(ALIGNED, "page_first", 16),
         keys_of("x", 8),
     )
@@ -480,7 +472,7 @@ def test_an_engine_that_raises_costs_its_pages_only(memory_path, monkeypatch, fa
 def test_an_agent_that_refused_a_transfer_is_made_anew(memory_path, monkeypatch, kind):
     """Once what it has under way has ended: the memory must not be known to two agents."""
     short_steps(monkeypatch, 4)
-    engine, device, keys = make(kind), BytePool(ALIGNED, "page_first", 16), keys_of("anew", 8)
+    engine, device, keys = device_engine(kind), BytePool(ALIGNED, "page_first", 16), keys_of("anew", 8)
     fill_pages(device, range(8), keys, NBYTES)
     made, real = [], NixlLane.post
 
@@ -510,7 +502,7 @@ def test_pages_with_gaps_and_scattered_ones(memory_path, monkeypatch):
     nbytes, stride = geometry.page_nbytes, 8192
     assert nbytes < stride
     short_steps(monkeypatch, 4, nbytes=stride)
-    engine, device, keys = make("kvikio"), BytePool(geometry, "page_first", 32), keys_of("gaps", 14)
+    engine, device, keys = device_engine("kvikio"), BytePool(geometry, "page_first", 32), keys_of("gaps", 14)
     fill_pages(device, range(14), keys, nbytes)
     with open_store(memory_path, geometry, "page_first", capacity_bytes="4 MiB", engine=engine) as store:
         assert all(store.put(keys, device, range(14)))
@@ -520,94 +512,3 @@ def test_pages_with_gaps_and_scattered_ones(memory_path, monkeypatch):
         slab = store._core.writer.slabs[0].path.read_bytes()
     assert all(not any(slab[slot * stride + nbytes : (slot + 1) * stride]) for slot in range(14))
     engine.close()
-
-
-# -- parts one after the other ---------------------------------------------------------------------------
-
-
-def test_each_part_begins_when_the_one_before_has_ended():
-    log, gates = [], [False, False]
-
-    def work():
-        for number in range(2):
-            log.append(number)
-            yield lambda number=number: gates[number]
-        verdicts[0] = "late"
-
-    verdicts = [""]
-    flight = PartByPart(verdicts, work())
-    assert (flight.done(), log) == (False, [0])
-    gates[1] = True
-    assert (flight.done(), log) == (False, [0])
-    gates[0] = True
-    assert (flight.done(), log) == (True, [0, 1])
-    assert flight.result() == ["late"]
-
-
-def test_work_that_raises_may_still_be_under_way():
-    def work():
-        yield lambda: True
-        verdicts[0] = "access_denied"
-        raise RuntimeError("boom")
-
-    verdicts = ["", ""]
-    assert PartByPart(verdicts, work()).result() == ["access_denied", "timeout: RuntimeError: boom"]
-
-
-def test_work_that_raises_before_it_has_begun():
-    def work():
-        raise RuntimeError("boom")
-        yield
-
-    with pytest.raises(RuntimeError, match="boom"):
-        PartByPart([""], work())
-
-
-def test_work_is_told_that_nobody_can_say_how_it_goes():
-    def work():
-        try:
-            yield lambda: 1 / 0
-        except ZeroDivisionError as error:
-            told.append(error)
-            raise
-
-    told = []
-    assert PartByPart([""], work()).result() == ["timeout: ZeroDivisionError: division by zero"]
-    assert len(told) == 1
-
-
-def test_work_that_was_interrupted_may_still_be_under_way():
-    def work():
-        yield lambda: time.monotonic() > 0
-        raise KeyboardInterrupt
-
-    flight = PartByPart(["", ""], work())
-    with pytest.raises(KeyboardInterrupt):
-        flight.result()
-    assert flight.result() == ["timeout: interrupted"] * 2
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_wait_that_was_interrupted(ends):
-    """One that may be asked again goes on; where nobody does the work is told, and begins nothing more."""
-
-    def asked():
-        asks.append(1)
-        if len(asks) == 2:
-            raise KeyboardInterrupt
-        return len(asks) > 3
-
-    def work():
-        try:
-            yield asked
-        except KeyboardInterrupt:
-            log.append("told")
-            raise
-        log.append("went on")
-
-    asks, log = [], []
-    flight = PartByPart([""], work())
-    with pytest.raises(KeyboardInterrupt):
-        flight.run() if ends else flight.result()
-    assert flight.result() == (["timeout: interrupted"] if ends else [""])
-    assert log == (["told"] if ends else ["went on"])

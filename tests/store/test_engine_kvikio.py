@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from hicache_tier.testing.array_pool import ArrayPool, fill_pages, keys_of, pages_equal
+from hicache_tier.testing.device_engines import stand_in_for_kvikio
 from hicache_tier.testing.device_rig import ALIGNED
 from hicache_tier.testing.engine import Bench, ByteEngineSuite, Memory
 from hicache_tier.testing.store import PageStoreSuite
@@ -60,9 +61,7 @@ class CuFile:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(kvikio_engine, "kvikio_module", lambda: SimpleNamespace(CuFile=CuFile))
-    monkeypatch.setattr(kvikio_engine, "compat_mode", lambda: "AUTO")
-    monkeypatch.setattr(kvikio_engine, "use_threads", lambda count: None)
+    stand_in_for_kvikio(monkeypatch, CuFile, "AUTO")
 
 
 class Engine(ByteEngineSuite):
