@@ -49,7 +49,9 @@ _PATIENCE_S = 30e-6
 """What submitting one layer may cost the caller of an engine that is not cheap, by the engine's estimate.
 
 By a clock, a slow moment would hand over what little there is to a thread that must wake up first, which
-takes milliseconds on a busy machine."""
+takes milliseconds on a busy machine. Only where that much is left the clock counts too."""
+_WAKING_S = 1e-3
+"""What waking that thread may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Lane:
         self.streams = (new_stream(device), new_stream(device))
         self._submitter = _Submitter(f"hicache-{op}-submit")
         self._reaper = _Reaper(f"hicache-{op}-reap")
+        self.spare_events: deque[torch.cuda.Event] = deque()
 
     def start(self, job: Job) -> None:
         """Begin a transfer behind all that the caller's current stream has been given so far.
@@ -105,7 +108,10 @@ class Lane:
         its patience allows while nothing else is queued, so that the device need not wait for a thread to
         wake up. What goes wrong there is raised here, and by the completion in any case.
         """
-        begin = new_event()
+        try:
+            begin = self.spare_events.pop()
+        except IndexError:
+            begin = new_event()
         begin.record(torch.cuda.current_stream(self.device))
         submission = _Submission(self, job, begin)
         if job.engine.cheap:
@@ -164,13 +170,14 @@ class _Submission:
             self._begin = None
         prepared, streams, steps = self._prepared, self._streams, self._steps
         cheap = self.job.engine.cheap
+        until_s = None if patience is None else time.perf_counter() + patience
         while self._at < len(steps):
             layers, planes = steps[self._at]
             if not cheap:
                 seconds = prepared.seconds(planes)
-                if patience is None:
+                if patience is None or until_s is None:
                     self._await_room(seconds)
-                elif seconds > patience:
+                elif seconds > patience or self._is_late(until_s, seconds):
                     return False
                 else:
                     patience -= seconds
@@ -191,6 +198,10 @@ class _Submission:
         self.job.completion.submitted(arrival, prepared)
         return True
 
+    def _is_late(self, until_s: float, seconds: float) -> bool:
+        """Return whether the caller has had enough, and enough is left for another thread to wake up for."""
+        return seconds * (len(self._steps) - self._at) > _WAKING_S and time.perf_counter() > until_s
+
     def _await_room(self, seconds: float) -> None:
         """Sleep until little enough of this transfer waits for the device."""
         waiting = self._under_way
@@ -203,6 +214,7 @@ class _Submission:
     def _open(self, begin: torch.cuda.Event) -> None:
         job, main = self.job, self._lane.streams[0]
         main.wait_event(begin)
+        self._lane.spare_events.append(begin)  # what the stream waits for is settled: it may be recorded anew
         self._prepared = prepared = job.prepare(main)
         self._steps = job.steps
         if not prepared.by_layer and len(job.steps) > 1:

@@ -53,6 +53,7 @@ def choose_path(  # noqa: PLR0917 - internal
         io_backend,
         engine,
         facts.on_device,
+        facts.brief,
         facts.fragment_nbytes.bit_length(),
         facts.count.bit_length(),
     )

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from .plan import CopyPlan
     from .side import Side
 
-    Addresses = NDArray[np.uint64]
-    Batch = tuple[Addresses, Addresses, Addresses]
-    """Destinations, sources and lengths of the ranges of one call."""
+    Batch = tuple[NDArray[np.uint64], slice]
+    """Ranges `[3, n]`, and which of them go in one call."""
 
 FIRST_BATCH, BATCH = 64, 256
 """Ranges a call: 64 to 1024 measured best on an H200, thousands much worse; few at first, so that the unit
@@ -98,22 +97,29 @@ class PreparedRanges:
         """Enqueue the ranges of some planes."""
         if self._plan.count:
             with torch.cuda.device(stream.device):
-                submit_ranges(*self._ranges.of(planes), stream, backup=to_host(self._plan))
+                submit_ranges(self._ranges.of(planes), stream, backup=to_host(self._plan))
 
     def fault(self) -> Exception | None:
         """Return None: page numbers were checked on the host."""
         return None
 
 
-def submit_ranges(
-    destinations: Addresses, sources: Addresses, sizes: Addresses, stream: torch.cuda.Stream, *, backup: bool
-) -> None:
+def submit_ranges(ranges: NDArray[np.uint64], stream: torch.cuda.Stream, *, backup: bool) -> None:
     """Enqueue ranges in batches, with the help of another thread and another stream where they are many.
 
     All lie between what `stream` was given before and what it is given next.
+
+    Parameters
+    ----------
+    ranges : numpy.ndarray
+        uint64 `[3, n]`, contiguous: destinations, sources and lengths.
+    stream : torch.cuda.Stream
+    backup : bool
+        Which of the device's two helping threads.
     """
-    batches = deque((destinations[part], sources[part], sizes[part]) for part in batches_of(len(sizes)))
-    if len(sizes) < LEAST_SHARED:
+    count = ranges.shape[1]
+    batches = deque((ranges, part) for part in batches_of(count))
+    if count < LEAST_SHARED:
         copy_batches(batches, stream)
     else:
         share_batches(batches, stream, side_of(stream.device, backup))
@@ -123,7 +129,7 @@ def batches_of(count: int) -> Iterator[slice]:
     """Return which of `count` ranges go in one call each."""
     start, length = 0, FIRST_BATCH
     while start < count:
-        yield slice(start, start + length)
+        yield slice(start, min(start + length, count))
         start, length = start + length, min(2 * length, BATCH)
 
 
@@ -151,7 +157,7 @@ def copy_batches(batches: deque[Batch], stream: torch.cuda.Stream) -> None:
     handle, copy_batch = stream.cuda_stream, driver().copy_batch
     while True:
         try:
-            batch = batches.popleft()
+            ranges, part = batches.popleft()
         except IndexError:  # looking first would race with the other thread
             return
-        copy_batch(*batch, handle)
+        copy_batch(ranges, part, handle)

@@ -50,6 +50,9 @@ class Driver:
         self._batch = self._batch_entry()
         self._attributes = _CopyAttributes(access_order=_ACCESS_ORDER_STREAM, flags=_OVERLAP_WITH_COMPUTE)
         self._attribute_start = c_size_t(0)
+        self._attributes_at, self._attribute_start_at = map(
+            ctypes.addressof, (self._attributes, self._attribute_start)
+        )
 
     @property
     def version(self) -> int:
@@ -82,31 +85,36 @@ class Driver:
         if code:
             self._check("cuLaunchKernel", code)
 
-    def copy_batch(
-        self,
-        destinations: NDArray[np.uint64],
-        sources: NDArray[np.uint64],
-        sizes: NDArray[np.uint64],
-        stream: int,
-    ) -> None:
-        """Copy many ranges in one call, in no given order among them; arrays of one length, contiguous."""
+    def copy_batch(self, ranges: NDArray[np.uint64], part: slice, stream: int) -> None:
+        """Copy some of many ranges in one call, in no given order among them.
+
+        Parameters
+        ----------
+        ranges : numpy.ndarray
+            uint64 `[3, n]`, contiguous: addresses of destinations and of sources, and bytes.
+        part : slice
+            Which of them: start and stop within `n`.
+        stream : int
+        """
         if self._batch is None:
             raise DriverError(f"cuMemcpyBatchAsync needs CUDA 12.8; this driver has {self.version}")
         failed = c_size_t(0)
+        row, at = ranges.strides[0], ranges.ctypes.data + part.start * ranges.itemsize
         code = self._batch(
-            c_void_p(destinations.ctypes.data),
-            c_void_p(sources.ctypes.data),
-            c_void_p(sizes.ctypes.data),
-            c_size_t(len(sizes)),
-            byref(self._attributes),
-            byref(self._attribute_start),
-            c_size_t(1),
+            at,
+            at + row,
+            at + 2 * row,
+            part.stop - part.start,
+            self._attributes_at,
+            self._attribute_start_at,
+            1,
             byref(failed),
-            c_void_p(stream),
+            stream,
         )
         if code:
-            at = min(failed.value, len(sizes) - 1)
-            what = f"range {at} of {len(sizes)}, {sizes[at]} bytes, {sources[at]:#x} to {destinations[at]:#x}"
+            number = min(part.start + failed.value, part.stop - 1)
+            destination, source, nbytes = ranges[:, number].tolist()
+            what = f"range {number}, {nbytes} bytes, {source:#x} to {destination:#x}"
             self._check(f"cuMemcpyBatchAsync ({what})", code)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:

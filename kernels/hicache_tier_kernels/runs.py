@@ -6,7 +6,7 @@ another on both sides are merged into one run, unless a seam between registered 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,13 +58,24 @@ class PlaneFragments:
     groups : tuple[Fragments, ...]
     bases : tuple[numpy.ndarray, numpy.ndarray]
         int64 `[planes]`: addresses of page 0, source and destination.
-    seamless : bool
-        Whether all pages of each plane lie within one registered range, on both sides.
+    seams : tuple[numpy.ndarray, numpy.ndarray]
+        int64, ascending: addresses where registered ranges begin, source and destination; none where all
+        pages of each plane lie within one.
     """
 
     groups: tuple[Fragments, ...]
     bases: tuple[NDArray[np.int64], NDArray[np.int64]]
-    seamless: bool
+    seams: tuple[NDArray[np.int64], NDArray[np.int64]]
+    _bases_of: dict[Sequence[int], tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=dict)
+
+    def bases_of(self, planes: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the bases of some planes, int64 `[planes, 1]`; kept, for the same are asked for often."""
+        found = self._bases_of.get(planes)
+        if found is None:
+            numbers = list(planes)
+            ours, theirs = (bases[numbers, None] for bases in self.bases)
+            found = self._bases_of.setdefault(planes, (ours, theirs))
+        return found
 
     @property
     def smallest(self) -> Fragments:
@@ -88,8 +99,7 @@ def split_planes(source: RowMap, destination: RowMap) -> PlaneFragments:
         for key, planes in found.items()
     )
     bases = tuple(np.array(side.ptrs, dtype=np.int64) for side in (source, destination))
-    seamless = _within_one_range(source) and _within_one_range(destination)
-    return PlaneFragments(groups, (bases[0], bases[1]), seamless)
+    return PlaneFragments(groups, (bases[0], bases[1]), (_seams_of(source), _seams_of(destination)))
 
 
 fragments_of = PairMemo(split_planes)
@@ -122,13 +132,12 @@ def _fragments(
     return Fragments(planes, run, ours, theirs, pages[0], pages[1], whole)
 
 
-def _within_one_range(side: RowMap) -> bool:
-    if len(side.registered) < 2:
-        return True
+def _seams_of(side: RowMap) -> NDArray[np.int64]:
+    starts = np.array([start for start, _ in side.registered], dtype=np.int64)
     first = np.array(side.ptrs, dtype=np.int64)
     last = first + (side.num_pages - 1) * np.array(side.page_strides, dtype=np.int64)
-    starts = np.array([start for start, _ in side.registered], dtype=np.int64)
-    return bool(np.all(np.searchsorted(starts, first, "right") == np.searchsorted(starts, last, "right")))
+    alike = np.searchsorted(starts, first, "right") == np.searchsorted(starts, last, "right")
+    return starts[:0] if alike.all() else starts
 
 
 class Ranges:
@@ -145,67 +154,68 @@ class Ranges:
         self._pages = [
             numbers.astype(np.int64, copy=False) for numbers in plan.numbers if numbers is not None
         ]
-        self._seams = [
-            np.array([start for start, _ in side.registered], dtype=np.int64)
-            for side in (plan.source, plan.destination)
-        ]
         self._groups = [(group, self._of_group(group)) for group in self._fragments.groups]
 
     def count(self, planes: Sequence[int]) -> int:
         """Return about how many ranges some planes have; seams may add a few."""
         if len(self._groups) == 1:
-            return len(planes) * len(self._groups[0][1][2])
-        return sum(len(ranges[2]) * sum(n in group.planes for n in planes) for group, ranges in self._groups)
+            return len(planes) * len(self._groups[0][1][0])
+        return sum(len(ranges[0]) * sum(n in group.planes for n in planes) for group, ranges in self._groups)
 
-    def of(self, planes: Sequence[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return destinations, sources and lengths of the ranges of some planes."""
-        parts = []
-        for group, ranges in self._groups:
-            mine = planes if len(self._groups) == 1 else [n for n in planes if n in group.planes]
-            if group.whole and not self._fragments.seamless:
-                parts += [self._at([plane], *self._of_group(group, plane)) for plane in mine]
-            elif len(mine):
-                parts.append(self._at(mine, *ranges))
-        sources, destinations, sizes = (
-            column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*parts, strict=True)
-        )
-        return destinations.view(np.uint64), sources.view(np.uint64), sizes.view(np.uint64)
+    def of(self, planes: Sequence[int]) -> NDArray[np.uint64]:
+        """Return the ranges of some planes, uint64 `[3, n]`: destinations, sources and lengths."""
+        if len(self._groups) == 1:
+            group, ranges = self._groups[0]
+            return self._at(planes, group, ranges).view(np.uint64)
+        parts = [
+            self._at(tuple(n for n in planes if n in group.planes), group, ranges)
+            for group, ranges in self._groups
+        ]
+        return np.concatenate(parts, axis=1).view(np.uint64)
 
-    def _at(
-        self,
-        planes: Sequence[int],
-        sources: NDArray[np.int64],
-        destinations: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        numbers = list(planes)
-        bases = self._fragments.bases
-        return (
-            (bases[0][numbers, None] + sources).ravel(),
-            (bases[1][numbers, None] + destinations).ravel(),
-            np.tile(sizes, len(numbers)),
-        )
+    def _at(self, planes: Sequence[int], group: Fragments, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+        ours, theirs = self._fragments.bases_of(planes)
+        by_plane = np.empty((3, len(planes), ranges.shape[1]), dtype=np.int64)
+        np.add(theirs, ranges[0], out=by_plane[0])
+        np.add(ours, ranges[1], out=by_plane[1])
+        by_plane[2] = ranges[2]
+        found = by_plane.reshape(3, -1)
+        if group.whole:
+            for side, seams in zip((1, 0), self._fragments.seams, strict=True):
+                if len(seams):
+                    found = _cut(found, side, seams)
+        return found
 
-    def _of_group(
-        self, group: Fragments, plane: int | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return sources and destinations as offsets from a plane's page 0, and lengths.
-
-        Pages are merged as if there were no seams, or by the seams of one plane.
-        """
-        pages = self._pages
+    def _of_group(self, group: Fragments) -> NDArray[np.int64]:
+        """Return ranges as offsets from a plane's page 0; pages are merged as if there were no seams."""
+        ours, theirs = self._pages
         if not group.whole:
-            sources = (pages[0][:, None] * group.source_page + group.source).ravel()
-            destinations = (pages[1][:, None] * group.destination_page + group.destination).ravel()
-            return sources, destinations, np.full(len(sources), group.nbytes, dtype=np.int64)
+            found = np.empty((3, len(ours) * len(group.source)), dtype=np.int64)
+            found[0] = (theirs[:, None] * group.destination_page + group.destination).ravel()
+            found[1] = (ours[:, None] * group.source_page + group.source).ravel()
+            found[2] = group.nbytes
+            return found
         # Runs show up whatever order the pages come in.
-        order = np.argsort(pages[1], kind="stable")
-        ours, theirs = pages[0][order], pages[1][order]
+        order = np.argsort(theirs, kind="stable")
+        ours, theirs = ours[order], theirs[order]
         breaks = (np.diff(ours) != 1) | (np.diff(theirs) != 1)
-        if plane is not None:
-            for numbers, bases, seams in zip((ours, theirs), self._fragments.bases, self._seams, strict=True):
-                ranges = np.searchsorted(seams, bases[plane] + numbers * group.nbytes, "right")
-                breaks |= np.diff(ranges) != 0
         first = np.concatenate((np.zeros(min(1, len(ours)), dtype=np.int64), np.flatnonzero(breaks) + 1))
         counts = np.diff(np.append(first, len(ours)))
-        return ours[first] * group.nbytes, theirs[first] * group.nbytes, counts * group.nbytes
+        return np.stack((theirs[first], ours[first], counts)) * group.nbytes
+
+
+def _cut(ranges: NDArray[np.int64], side: int, seams: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return ranges `[3, n]`, those which cross a seam on one side (0 or 1) cut there."""
+    first = np.searchsorted(seams, ranges[side], "right")
+    last = np.searchsorted(seams, ranges[side] + ranges[2] - 1, "right")
+    if np.array_equal(first, last):
+        return ranges
+    parts = last - first + 1
+    mine = np.repeat(ranges, parts, axis=1)
+    nth = np.arange(mine.shape[1]) - np.repeat(np.cumsum(parts) - parts, parts)
+    at = np.repeat(first, parts) + nth  # the first seam behind each part, if there is one
+    start, end = mine[side], mine[side] + mine[2]
+    begin = np.where(nth > 0, seams[at - 1], start)
+    end = np.where(nth < np.repeat(parts, parts) - 1, seams[np.minimum(at, len(seams) - 1)], end)
+    shift = begin - start
+    return np.stack((mine[0] + shift, mine[1] + shift, end - begin))

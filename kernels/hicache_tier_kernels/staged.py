@@ -188,23 +188,26 @@ class PreparedWindows:
         step = ring.pages_a_step(window.nbytes, count)
         hosts = (window.base + self._host_pages * window.nbytes).astype(np.uint64)
         within = (np.arange(min(step, count)) * window.nbytes).astype(np.uint64)
-        sizes = np.full(len(within), window.nbytes, dtype=np.uint64)
+        host_row = 0 if self._backup else 1
         planes = range(len(window.planes))
         for number, start in enumerate(range(0, count, step)):
             slot = number % ring.slots
             pages = min(step, count - start)
             there = np.uint64(ring.address + slot * ring.pages_a_slot(window.nbytes) * window.nbytes)
-            ours, theirs, lengths = hosts[start : start + pages], within[:pages] + there, sizes[:pages]
+            ranges = np.empty((3, pages), dtype=np.uint64)
+            ranges[host_row] = hosts[start : start + pages]
+            ranges[1 - host_row] = within[:pages] + there
+            ranges[2] = window.nbytes
             if self._backup:
                 ring.kernels.wait_event(ring.free[slot])
                 self._kernel(which, stream).submit_pages(planes, start, pages, ring.kernels)
                 ring.full[slot].record(ring.kernels)
                 stream.wait_event(ring.full[slot])
-                submit_ranges(ours, theirs, lengths, stream, backup=True)
+                submit_ranges(ranges, stream, backup=True)
                 ring.free[slot].record(stream)
             else:
                 stream.wait_event(ring.free[slot])
-                submit_ranges(theirs, ours, lengths, stream, backup=False)
+                submit_ranges(ranges, stream, backup=False)
                 ring.full[slot].record(stream)
                 ring.kernels.wait_event(ring.full[slot])
                 self._kernel(which, stream).submit_pages(planes, start, pages, ring.kernels)

@@ -112,6 +112,31 @@ def test_page_numbers_on_the_device_are_read_by_a_kernel():
     assert "on the device" in choice.reason
 
 
+def test_a_brief_transfer_is_taken_by_the_fastest():
+    table = CalibrationTable(
+        "Test Device", (row("load", 128 * KIB, 0, cuda=0.78, copy_engine=0.75), row("load", 128, 0, cuda=1.0))
+    )
+    long, brief = (PlanFacts("load", 128 * KIB, 1000, brief=brief) for brief in (False, True))
+    assert choose(long, EVERY, table).engine == "copy_engine"
+    found = choose(brief, EVERY, table)
+    assert found.engine == "cuda"
+    assert "fastest" in found.reason
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (2,)])
+def test_brief_is_what_is_short_with_all_layers(monkeypatch, layers):
+    with (
+        HostPool(MHA, "layer_first", 8, pinned=False) as far,
+        HostPool(MHA, "layer_first", 8, pinned=False) as near,
+    ):
+        plan = CopyPlan(near.row_map(), far.row_map(), torch.tensor([1, 3]), torch.tensor([2, 5]))
+        planes = [part * 4 + layer for part in range(2) for layer in layers]
+        some = tuple(side.row_map().select(planes) for side in (near, far))
+        for least, brief in ((plan.nbytes, False), (plan.nbytes + 1, True)):
+            monkeypatch.setattr("hicache_tier_kernels.choice.BRIEF_NBYTES", least)
+            assert PlanFacts.of(plan, some).brief is brief
+
+
 def test_no_engine():
     with pytest.raises(InvalidArgumentError, match="no engine"):
         choose(PlanFacts("load", 1, 1), (), TABLE)

@@ -54,8 +54,8 @@ def copied(monkeypatch):
 
     found = SimpleNamespace(log=log, act=act)
 
-    def copy_batch(destinations, _sources, _sizes, stream):
-        log.append((stream, "copies", int(destinations[0])))
+    def copy_batch(ranges, part, stream):
+        log.append((stream, "copies", *ranges[0, part].tolist()))
         found.act(stream)
 
     monkeypatch.setattr(copy_engine, "driver", lambda: SimpleNamespace(copy_batch=copy_batch))
@@ -63,7 +63,8 @@ def copied(monkeypatch):
 
 
 def some_batches(count):
-    return deque((np.array([n]), np.array([n]), np.array([1])) for n in range(count))
+    ranges = np.array([range(count), range(count), [1] * count], dtype=np.uint64)
+    return deque((ranges, slice(n, n + 1)) for n in range(count))
 
 
 @pytest.mark.parametrize("count", [0, 1, 64, 65, 5000])
@@ -72,7 +73,7 @@ def test_batches_hold_each_range_once_and_few_at_first(count):
     covered = [n for part in parts for n in range(count)[part]]
     assert covered == list(range(count))
     assert all(part.stop - part.start <= BATCH for part in parts)
-    assert all(part.stop - part.start == 64 for part in parts[:1])
+    assert all(part.stop - part.start == min(64, count) for part in parts[:1])
 
 
 def test_two_threads_take_the_next_batch_each(copied):

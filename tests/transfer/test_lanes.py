@@ -136,6 +136,38 @@ def test_the_caller_submits_what_costs_little_and_a_thread_the_rest(started, cos
     assert engine.prepared == 1
 
 
+@pytest.mark.parametrize(
+    ("left", "expected"), [(0.4e-3, ["MainThread"] * 2), (2e-3, ["MainThread", SUBMITTER])]
+)
+def test_a_slow_moment_hands_over_what_is_worth_waking_a_thread_for(started, monkeypatch, left, expected):
+    monkeypatch.setattr(lanes, "_PATIENCE_S", 1e-3)  # by estimate the caller may submit both steps
+    engine = Engine(cheap=False, streams=1, cost=left)
+    submit = engine.submit
+
+    def slowly(planes, stream):
+        submit(planes, stream)
+        time.sleep(5e-3)
+
+    engine.submit = slowly
+    _, completion = started(engine)
+    completion.wait(5)
+    assert [thread.name for thread in engine.threads] == expected
+
+
+def test_events_that_transfers_begin_behind_are_used_again():
+    with HostPool(MLA, "page_first", 4, pinned=False) as pool:
+        plan = CopyPlan(pool.row_map(), pool.row_map(), torch.tensor([0]), torch.tensor([1]))
+        lane = Lane(torch.device("cpu"), "load")
+        for _ in range(3):
+            completion = StreamCompletion(PATH, (0, 1, 2, 3), 1, 128, lambda: None)
+            lane.start(Job(Engine(), Turn(plan), STEPS, EngineOptions(), completion))
+            completion.wait(5)
+        begins = [event for event in lane.streams[0].waited if isinstance(event, Event)]
+        assert len(begins) == 3
+        assert len({id(event) for event in begins}) == 1
+        assert begins[0].recorded == "the engine's stream"
+
+
 def test_what_is_queued_goes_first(started):
     engine, held = Engine(cheap=False, streams=1), threading.Event()
     with HostPool(MLA, "page_first", 4, pinned=False) as pool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hicache_tier.geometry import KVGeometry
 from hicache_tier.host_pool import HostPool
@@ -21,8 +24,7 @@ MHA = KVGeometry.mha(num_layers=4, num_kv_heads=2, head_dim=8, dtype="bfloat16",
 class TestRanges(CopyEngineSuite):
     def run(self, plan):
         # Source pages that repeat are read more than once: no order among ranges is needed.
-        ranges = Ranges(plan).of(range(len(plan.source.planes)))
-        for destination, source, nbytes in zip(*(part.tolist() for part in ranges), strict=True):
+        for destination, source, nbytes in Ranges(plan).of(range(len(plan.source.planes))).T.tolist():
             ctypes.memmove(destination, source, nbytes)
 
 
@@ -42,7 +44,7 @@ def lengths(source, destination, sources, destinations):
     plan = CopyPlan(
         source, destination, *(torch.tensor(n, dtype=torch.int64) for n in (sources, destinations))
     )
-    return [int(n) // 64 for n in Ranges(plan).of([0])[2]]
+    return [int(n) // 64 for n in Ranges(plan).of((0,))[2]]
 
 
 @pytest.mark.parametrize(
@@ -105,3 +107,32 @@ def test_part_of_the_planes_fills_no_window():
     with HostPool(MHA, "page_first", 6, pinned=False) as pool:
         one = pool.row_map().select([1, 5])
         assert find_windows(one, one) == ()
+
+
+@given(
+    pages=st.permutations(range(12)),
+    count=st.integers(1, 12),
+    shift=st.integers(0, 3),
+    seams=st.tuples(*[st.sets(st.integers(1, 35), max_size=6)] * 2),
+)
+def test_ranges_of_several_planes_keep_within_registered_memory(pages, count, shift, seams):
+    planes, numbers = 3, torch.tensor(pages[:count])
+    sides = []
+    for cuts in seams:
+        memory = torch.zeros(planes * 12 * 64, dtype=torch.uint8)
+        views = tuple(byte_plane(memory, n * 12 * 64, (12, 1, 1, 64), (64, 64, 64)) for n in range(planes))
+        ends = [0, *sorted(cuts), planes * 12]
+        registered = [(memory.data_ptr() + a * 64, (b - a) * 64) for a, b in itertools.pairwise(ends)]
+        sides.append((memory, RowMap(views, tuple(registered))))
+    (ours, source), (theirs, destination) = sides
+    ours.random_(0, 256)
+    plan = CopyPlan(source, destination, (numbers + shift) % 12, numbers)
+    found = Ranges(plan).of((0, 2))
+    for to, start, nbytes in found.T.tolist():
+        ctypes.memmove(to, start, nbytes)
+        for at, side in ((to, destination), (start, source)):
+            assert any(low <= at and at + nbytes <= low + size for low, size in side.registered)
+    expected = torch.zeros(planes, 12, 64, dtype=torch.uint8)
+    expected[::2, numbers] = ours.view(planes, 12, 64)[::2, (numbers + shift) % 12]
+    assert torch.equal(theirs.view(planes, 12, 64), expected)
+    assert int(found[2].sum()) == 2 * count * 64
