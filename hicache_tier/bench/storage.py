@@ -19,6 +19,8 @@ from .storage_cases import DEFAULT, SWEEP
 from .storage_sources import SOURCES
 
 _FINDING = 1
+_MOST_THREADS = 8
+"""As of a store that is not told how many: what keeps an NVMe drive busy."""
 
 
 @click.command("storage", short_help="Measure the store against a bare loop and against peers.")
@@ -40,7 +42,11 @@ _FINDING = 1
     help="Layout of the host pool.",
 )
 @click.option(
-    "--threads", "threads", multiple=True, type=click.IntRange(1), help="I/O threads.  [default: cores]"
+    "--threads",
+    "threads",
+    multiple=True,
+    type=click.IntRange(1),
+    help="I/O threads.  [default: cores, 8 at most]",
 )
 @click.option("--depth", "depths", multiple=True, type=click.IntRange(1),
               help="Pages that a call is given at once.  [default: all of a case]")  # fmt: skip
@@ -104,7 +110,7 @@ def command(  # noqa: PLR0917 - click passes options by name
         engine=engine,
         peers=peers,
         layout=layout,
-        threads=threads or (os.cpu_count() or 1,),
+        threads=threads or (min(_MOST_THREADS, os.cpu_count() or 1),),
         depths=depths,
         mixes=mixes,
         repeats=repeats,
