@@ -29,6 +29,9 @@ __all__ = ["Completion", "TransferOptions", "backup", "explain", "load", "transf
 GROUP_NBYTES = (2 << 20, 8 << 20)
 GROUPS = 8
 """Small layers of a load go, and arrive, together: an eighth of the transfer, within these bounds."""
+BACKUP_GROUP_NBYTES = 128 << 20
+"""Nobody waits for single layers of a backup: an eighth of it goes together, or so much, and what lies
+together on the host is written in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,15 +241,19 @@ def _choose(  # noqa: PLR0917 - internal
 def _start(pair: Pair, turn: Turn, options: TransferOptions, completion: StreamCompletion) -> None:
     path, layers = completion.path, completion.layers
     engine = engine_named(path.engine)
-    count = len(layers)
-    low, high = GROUP_NBYTES
-    least = min(max(low, completion.nbytes // GROUPS), high)
-    together = min(count, -(-least * count // completion.nbytes))
-    if engine.cheap and path.op == "backup":  # nobody waits for single layers: one launch
-        together = count
+    together = _together(len(layers), completion.nbytes, backup=path.op == "backup", cheap=engine.cheap)
     device = (pair.source if path.op == "backup" else pair.destination).device
     asked = _ENGINE_DEFAULTS if options is _DEFAULTS else options.for_engine()
     lane_of(device, path.op).start(Job(engine, turn, pair.steps(layers, together), asked, completion))
+
+
+def _together(count: int, nbytes: int, *, backup: bool, cheap: bool) -> int:
+    """Return how many of `count` layers go in one step."""
+    if count == 1 or (backup and cheap):  # one launch
+        return count
+    low, high = GROUP_NBYTES
+    least = min(max(low, nbytes // GROUPS), BACKUP_GROUP_NBYTES if backup else high)
+    return min(count, -(-least * count // nbytes))
 
 
 def _capabilities(device: DevicePool, host: HostPool) -> Capabilities:

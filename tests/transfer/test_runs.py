@@ -63,6 +63,27 @@ def test_pages_that_follow_on_both_sides_are_one_run(sources, destinations, expe
     assert lengths(flat(), flat(), sources, destinations) == expected
 
 
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_what_is_written_in_a_row_lies_together(layout):
+    pages, slots = torch.tensor([4, 0, 3, 1]), torch.tensor([5, 2, 0, 3])
+    with HostPool(MHA, "layer_first", 6, pinned=False) as far, HostPool(MHA, layout, 6, pinned=False) as near:
+        backup = Ranges(CopyPlan(far.row_map(), near.row_map(), pages, slots))
+        assert np.all(np.diff(backup.of(range(8))[0].astype(np.int64)) > 0)
+        load = Ranges(CopyPlan(near.row_map(), far.row_map(), slots, pages))
+        assert np.all(np.diff(load.of(range(8))[0].astype(np.int64)) > 0)
+
+
+def test_planes_of_one_width_only():
+    wide = KVGeometry.mha(
+        num_layers=2, num_kv_heads=1, head_dim=8, v_head_dim=4, dtype="uint8", page_tokens=2
+    )
+    with HostPool(wide, "layer_first", 4, pinned=False) as pool:
+        ranges = Ranges(CopyPlan(pool.row_map(), pool.row_map(), torch.tensor([1]), torch.tensor([3])))
+        assert ranges.of((0, 1))[2].tolist() == [16, 16]
+        assert ranges.of((2, 3))[2].tolist() == [8, 8]
+        assert sorted(ranges.of((1, 3))[2].tolist()) == [8, 16]
+
+
 def test_no_run_crosses_a_seam_on_either_side():
     every = list(range(8))
     assert lengths(flat(seams=(3,)), flat(), every, every) == [3, 5]
