@@ -99,9 +99,13 @@ class PartByPart:
         self._verdicts[:] = [verdict or f"timeout: {why}" for verdict in self._verdicts]
 
 
-def wait_until(ended: Callable[[], bool]) -> None:
-    """Ask until something has ended, less often the longer it takes: the processor is others' meanwhile."""
-    start = now = time.monotonic()
+def wait_until(ended: Callable[[], bool], since_s: float | None = None) -> None:
+    """Ask until something has ended, less often the longer it takes: the processor is others' meanwhile.
+
+    `since_s` is when it began, on the monotonic clock, where that was not just now.
+    """
+    now = time.monotonic()
+    start = now if since_s is None else since_s
     while not ended():
         time.sleep(min(_LONGEST_WAIT_S, max(_FIRST_WAIT_S, (now - start) / 16)))
         now = time.monotonic()
