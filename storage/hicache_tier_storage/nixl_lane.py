@@ -28,7 +28,7 @@ QUEUES = ("aio", "io_uring")  # POSIX AIO fails later transfers after one error
 GPU_PLUGINS = ("GDS_MT", "GDS")
 _KERNEL_QUEUE = 256
 _NAP, _LONGEST_NAP_S = 0.7, 0.05
-_PACE_OF = 4  # transfers, of which the pace is about the mean
+_PACE_OF = 4  # transfers, of which the pace is about the mean where they become slower
 _SUBMITTED_A_POLL = 64  # the plug-in hands that many to the kernel each time it is asked how it goes
 _NUMBERS = itertools.count()
 
@@ -188,7 +188,8 @@ class NixlLane:
             raise
         posted.finish()
         latest_s = (time.monotonic() - began_s) / nbytes
-        self._pace_s[write] = pace_s + (latest_s - pace_s) / _PACE_OF if pace_s else latest_s
+        slower = pace_s and latest_s > pace_s  # what was quicker may have been quicker yet than was seen
+        self._pace_s[write] = pace_s + (latest_s - pace_s) / _PACE_OF if slower else latest_s
 
     def post(self, pieces: Descriptors, files: dict[int, int], *, write: bool) -> Posted:
         """Begin to move all pieces.
