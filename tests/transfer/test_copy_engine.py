@@ -105,6 +105,23 @@ def test_a_thread_that_does_not_wake_up_is_not_waited_for(copied):
     assert not [n for stream, what, n in copied.log if (stream, what) == ("side", "copies")]
 
 
+@pytest.mark.parametrize(
+    ("count", "nbytes", "shared"),
+    [(511, 4096, False), (512, 4096, True), (512, (128 << 10) - 1, True), (4096, 128 << 10, False)],
+)
+def test_many_short_ranges_are_shared(copied, monkeypatch, count, nbytes, shared):
+    begin = threading.Event()
+    begin.set()
+    monkeypatch.setattr(copy_engine, "side_of", lambda *_: Side(copied.log, begin))
+    stream = Stream("main", copied.log)
+    stream.device = "cuda:0"
+    ranges = np.array([range(count), range(count), [nbytes] * count], dtype=np.uint64)
+    copy_engine.submit_ranges(ranges, stream, backup=True)
+    assert (("main", "waits for", "side") in copied.log) is shared
+    done = [n for _, what, *numbers in copied.log if what == "copies" for n in numbers]
+    assert sorted(done) == list(range(count))
+
+
 @pytest.mark.parametrize("failing", ["main", "side"])
 def test_a_failure_of_either_is_raised_once_both_are_through(copied, failing):
     both = threading.Barrier(2, timeout=10)
