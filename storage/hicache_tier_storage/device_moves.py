@@ -121,7 +121,10 @@ class Move(ABC):
         """Bring pages from where the engine put them; enqueued on a device."""
 
     def run(self, meanwhile: Callable[[], object]) -> list[str]:
-        """Move all pages; "" or a reason for each. `meanwhile` is called once before I/O is waited for."""
+        """Move all pages; "" or a reason for each.
+
+        `meanwhile` is called once, before I/O is waited for; in a write when all of it is under way.
+        """
         self._meanwhile = meanwhile
         count = len(self.numbers)
         if self.sums is not None and self.memory is not None:
@@ -138,7 +141,7 @@ class Move(ABC):
 
     def _write_all(self, count: int) -> None:
         """Fill what room there is, start its steps, and go on as the oldest of them end."""
-        filled = written = 0
+        filled = written = summed = 0
         most = self.window if self.starting else self.step
         while written < count:
             lap = self.window - filled % self.window  # slots that follow each other
@@ -151,7 +154,9 @@ class Move(ABC):
                 self.fill(filled, stop)
                 self._sum(filled, stop)
                 self._wait()
-                self._take_sums(filled, stop)
+                summed += self._take_sums(filled, stop)
+            if self.sums is not None:
+                self.sums.known = summed == count
             for first in range(filled, stop, self.step):
                 self._start(first, min(first + self.step, stop))
             filled = stop
@@ -195,10 +200,11 @@ class Move(ABC):
 
     def _ended(self, start: int) -> int:
         """Wait for the oldest step, which begins at `start`; return where those that have ended end."""
-        if self._meanwhile is not None:  # there is as much under way as there is room for
+        flights = self._flights
+        # There is as much under way as there is room for.
+        if self._meanwhile is not None and (not self.write or flights[-1][0] == len(self.numbers)):
             meanwhile, self._meanwhile = self._meanwhile, None
             meanwhile()
-        flights = self._flights
         while True:
             stop, flight = flights[0]
             self._reasons[start:stop] = self._answer(flight)
@@ -278,10 +284,13 @@ class Move(ABC):
         if part is not None and summer is not None:
             summer.submit(self.summed(start, stop)[0], np.array(part.seeds, np.uint64))
 
-    def _take_sums(self, start: int, stop: int) -> None:
+    def _take_sums(self, start: int, stop: int) -> int:
+        """Take what `_sum` began; returns of how many pages."""
         part, summer = self._part(start, stop), self._summer
-        if part is not None and summer is not None:
-            part.values[:] = summer.take()
+        if part is None or summer is None:
+            return 0
+        part.values[:] = summer.take()
+        return stop - start
 
 
 class RingMove(Move):

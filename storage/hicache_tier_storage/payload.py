@@ -62,7 +62,7 @@ class Places:
     shape: SlabShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sums:
     """Checksums that are computed as pages move.
 
@@ -73,11 +73,14 @@ class Sums:
         Which pages' checksums are asked for.
     values : uint64 [n]
         Filled in for those of them that were moved.
+    known : bool
+        Whether all of them are filled in while pages are still under way.
     """
 
     seeds: list[int]
     wanted: list[bool]
     values: NDArray[np.uint64]
+    known: bool = False
 
 
 class Payload(Protocol):

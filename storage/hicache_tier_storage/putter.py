@@ -109,13 +109,15 @@ class Claim:
 class _Pending:
     """Pages on their way to disk: allocated slots, what goes there, and their records.
 
-    `begun` says whether bytes may be under way: from then on slots are given back by verdict alone.
+    `begun` says whether bytes may be under way: from then on slots are given back by verdict alone;
+    `complete` whether the records are ready to be published.
     """
 
     slots: NDArray[np.int64]
     offer: Offer
     records: NDArray[np.void]
     begun: bool = False
+    complete: bool = False
 
     def take(self, rows: list[int]) -> _Pending:
         return _Pending(self.slots[rows], self.offer.take(rows), self.records[rows])
@@ -318,13 +320,13 @@ class Putter:
             return self._commit_some(pending, ["slab_dropped"] * len(slots), {})
         payload, places = offer.payload, Places(files, offsets, writer.facts.shape)
         sums, engine = None, core.engine_for(offer.payload)
-        bare = writer.cipher is None and not self._checksums
 
         @cache  # once, whoever comes to it first
         def describe() -> None:
             self._describe(records, offer, sequence, pin=pin)
-            if bare:
+            if writer.cipher is None and (sums is None or sums.known):
                 complete(records, odd)
+                pending.complete = True
 
         if writer.cipher is not None:
             describe()
@@ -337,7 +339,7 @@ class Putter:
         pending.begun = True
         reasons = payload.move(engine, places, sums, write=True, meanwhile=describe)
         describe()
-        if not bare:
+        if not pending.complete:
             complete(records, odd)  # with what is known only now
         damage = writer.tables.damaged(slots)
         if damage or any(reasons) or not self._commit(pending):
