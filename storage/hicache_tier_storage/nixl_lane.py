@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 QUEUES = ("aio", "io_uring")  # POSIX AIO fails later transfers after one error
 GPU_PLUGINS = ("GDS_MT", "GDS")
 _KERNEL_QUEUE = 256
-_NAP, _LONGEST_NAP_S = 0.7, 0.05
+_NAP, _LONGEST_NAP_S = 0.8, 0.05
 _PACE_OF = 4  # transfers, of which the pace is about the mean where they become slower
 _SUBMITTED_A_POLL = 64  # the plug-in hands that many to the kernel each time it is asked how it goes
 _NUMBERS = itertools.count()
@@ -180,8 +180,11 @@ class NixlLane:
         began_s = time.monotonic()
         posted = self.post(pieces, files, write=write)
         try:
-            if len(pieces.memory) <= _KERNEL_QUEUE:
-                time.sleep(min(_LONGEST_NAP_S, nbytes * pace_s * _NAP))
+            if (
+                len(pieces.memory) <= _KERNEL_QUEUE
+            ):  # of the nap, `post` may have taken all: buffered I/O does
+                until_s = began_s + min(_LONGEST_NAP_S, nbytes * pace_s * _NAP)
+                time.sleep(max(0.0, until_s - time.monotonic()))
             wait_until(posted.ended, began_s)
         except BaseException as interrupt:
             posted.stop(interrupt)
