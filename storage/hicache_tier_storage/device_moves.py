@@ -140,10 +140,13 @@ class Move(ABC):
         return self._reasons
 
     def _write_all(self, count: int) -> None:
-        """Fill what room there is, start its steps, and go on as the oldest of them end."""
+        """Fill what room there is, start its steps, and go on as the oldest of them end.
+
+        The first step starts as soon as it is filled; then as much is filled at once as was before.
+        """
         filled = written = summed = 0
-        most = self.window if self.starting else self.step
         while written < count:
+            most = max(self.step, filled) if self.starting else self.step
             lap = self.window - filled % self.window  # slots that follow each other
             room = min(self.window - (filled - written), lap, most, count - filled)
             if not room:
