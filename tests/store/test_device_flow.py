@@ -14,19 +14,16 @@ import pytest
 
 from hicache_tier.layout import Layout
 from hicache_tier.testing.array_pool import blank_pages, fill_pages, keys_of, pages_equal
-from hicache_tier.testing.device_engines import device_engine, posix_for_gds, stand_in_for_kvikio
+from hicache_tier.testing.device_engines import Patient, device_engine, pretend_device, short_steps
 from hicache_tier.testing.device_rig import ALIGNED, GEOMETRIES, BytePool
 from hicache_tier.testing.kvikio_stand_in import CuFile
 from hicache_tier.testing.store import PageStoreSuite
-from hicache_tier_storage import getter, kvikio_engine, nixl_device, open_store, staging
-from hicache_tier_storage.checksum import page_checksum
+from hicache_tier_storage import getter, kvikio_engine, nixl_device, open_store, putter, staging
 from hicache_tier_storage.device_moves import RingMove
-from hicache_tier_storage.engine import DeviceMemory, StartingEngine
-from hicache_tier_storage.flights import Settled
+from hicache_tier_storage.engine import StartingEngine
 from hicache_tier_storage.leased_device import LeasedDevice
 from hicache_tier_storage.nixl_lane import NixlLane
 from hicache_tier_storage.nixl_package import why_no_nixl
-from hicache_tier_storage.posix import PosixEngine
 from hicache_tier_storage.putter import Putter
 from hicache_tier_storage.slab import StoreFile
 
@@ -35,35 +32,9 @@ ENGINES = ["kvikio", pytest.param("nixl", marks=needs_nixl)]
 NBYTES = ALIGNED.page_nbytes  # a multiple of 4096: slots have no gaps
 
 
-class Summer:
-    def __init__(self, fragments, nbytes):
-        self._lengths = [nbytes] * fragments
-
-    def submit(self, addresses, seeds):
-        self._given = addresses.tolist(), seeds.tolist()
-
-    def take(self):
-        rows = zip(*self._given, strict=True)
-        return np.array([page_checksum(row, self._lengths, seed) for row, seed in rows], np.uint64)
-
-
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch):
-    def memory(move):
-        ring = move.ring
-        return DeviceMemory(0, ((ring.address, ring._bytes.nbytes),), ring)
-
-    monkeypatch.setattr(RingMove, "memory", property(memory))
-    monkeypatch.setattr(staging.Ring, "summer", lambda _, fragments, nbytes, pages: Summer(fragments, nbytes))
-    monkeypatch.setattr(staging, "_RINGS_OF_PROCESS", staging._Rings())
-    stand_in_for_kvikio(monkeypatch)
-    posix_for_gds(monkeypatch)
-
-
-def short_steps(monkeypatch, slots, a_step=1, nbytes=NBYTES):
-    """Let a ring have room for some slots, and a step take some."""
-    monkeypatch.setattr(staging, "HALF_NBYTES", slots * nbytes // 2)
-    monkeypatch.setattr("hicache_tier_storage.device_moves.LEAST_STEP_NBYTES", a_step * nbytes)
+    pretend_device(monkeypatch)
 
 
 class Flowing(PageStoreSuite):
@@ -71,7 +42,7 @@ class Flowing(PageStoreSuite):
 
     @pytest.fixture(autouse=True)
     def engine(self, pretended, monkeypatch):
-        short_steps(monkeypatch, 4, nbytes=8192)
+        short_steps(monkeypatch, 4, 8192)
         self._engine = device_engine(self.kind)
         yield
         self._engine.close()
@@ -184,7 +155,7 @@ def test_a_damaged_record_costs_its_page_alone(rig):
 
 def test_nothing_lands_after_the_lease(rig, monkeypatch):
     assert all(rig.store.put(rig.keys, rig.device, range(64)))
-    short_steps(monkeypatch, 8)
+    short_steps(monkeypatch, 8, NBYTES)
     blank_pages(rig.device, range(64, 128), NBYTES)
     before = [rig.device.read_page(page) for page in range(64, 128)]
     memory, real = LeasedDevice(rig.device), RingMove.batch
@@ -202,7 +173,7 @@ def test_nothing_lands_after_the_lease(rig, monkeypatch):
 
 def test_a_call_that_never_ends(memory_path, monkeypatch):
     """What else was under way counts; what was not begun is not tried; the ring is not lent again."""
-    short_steps(monkeypatch, 4)
+    short_steps(monkeypatch, 4, NBYTES)
     engine, device, keys = (
         device_engine("kvikio", deadline_s=0.3),
         BytePool(ALIGNED, "page_first", 16),
@@ -229,32 +200,10 @@ def test_a_call_that_never_ends(memory_path, monkeypatch):
     engine.close()
 
 
-class Patient(PosixEngine):
-    """Begins at once; ends the oldest step only when it is waited for, and notes how many were under way."""
-
-    device_mode = "pretended"
-
-    def __init__(self):
-        super().__init__(direct=False, threads=1)
-        self.under_way, self.seen = [], []
-
-    def start(self, batch, *, write):
-        flight = SimpleNamespace(done=lambda: False)
-
-        def result():
-            self.seen.append(len(self.under_way))
-            self.under_way.remove(flight)
-            return self.write(batch) if write else self.read(batch)
-
-        flight.result = result
-        self.under_way.append(flight)
-        return flight
-
-
 @pytest.mark.parametrize("a_step", [1, 2])
 def test_as_much_is_under_way_as_the_ring_has_room_for(memory_path, monkeypatch, a_step):
     """One step ends and another begins: nobody waits for the slowest of several."""
-    short_steps(monkeypatch, 8, a_step)
+    short_steps(monkeypatch, 8, NBYTES, a_step)
     engine, device, keys = Patient(), BytePool(ALIGNED, "page_first", 64), keys_of("full", 31)
     assert isinstance(engine, StartingEngine)
     fill_pages(device, range(31), keys, NBYTES)
@@ -272,7 +221,7 @@ def test_as_much_is_under_way_as_the_ring_has_room_for(memory_path, monkeypatch,
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_records_are_seen_to_while_pages_are_under_way(memory_path, monkeypatch, checksums):
-    short_steps(monkeypatch, 8)
+    short_steps(monkeypatch, 8, NBYTES)
     engine, device, keys, seen = Patient(), BytePool(ALIGNED, "page_first", 32), keys_of("records", 16), []
 
     def noting(real):
@@ -283,13 +232,14 @@ def test_records_are_seen_to_while_pages_are_under_way(memory_path, monkeypatch,
         return noted
 
     monkeypatch.setattr(Putter, "_describe", noting(Putter._describe))
+    monkeypatch.setattr(putter, "complete", noting(putter.complete))
     monkeypatch.setattr(getter, "_check_records", noting(getter._check_records))
     fill_pages(device, range(16), keys, NBYTES)
     options = {"capacity_bytes": "16 MiB", "engine": engine, "checksums": checksums}
     with open_store(memory_path, ALIGNED, "page_first", **options) as store:
         assert all(store.put(keys, device, range(16)))
         assert all(store.get(keys, device, range(16, 32)))
-    assert seen == [8, 8]
+    assert seen == [8, 8, 8]
     assert all(pages_equal(device, range(16, 32), keys, NBYTES))
     engine.close()
 
@@ -297,7 +247,7 @@ def test_records_are_seen_to_while_pages_are_under_way(memory_path, monkeypatch,
 @pytest.mark.parametrize("verb", ["put", "get"])
 def test_waits_for_the_device_beside_io_are_no_cost_of_staging(memory_path, monkeypatch, verb):
     """Those before the first step and after the last are, and the one at the end of the call."""
-    short_steps(monkeypatch, 4)
+    short_steps(monkeypatch, 4, NBYTES)
     engine, device, keys = Patient(), BytePool(ALIGNED, "page_first", 16), keys_of("waits", 16)
     with open_store(memory_path, ALIGNED, "page_first", capacity_bytes="16 MiB", engine=engine) as store:
         if verb == "get":
@@ -309,169 +259,10 @@ def test_waits_for_the_device_beside_io_are_no_cost_of_staging(memory_path, monk
     engine.close()
 
 
-@pytest.mark.parametrize("verb", ["put", "get"])
-def test_an_interrupted_call_leaves_nothing_under_way(memory_path, monkeypatch, verb):
-    short_steps(monkeypatch, 4)
-    engine, device, keys = Patient(), BytePool(ALIGNED, "page_first", 32), keys_of("interrupted", 16)
-    fill_pages(device, range(16), keys, NBYTES)
-    options = {"capacity_bytes": "16 MiB", "engine": engine, "deadline_s": None}
-    name = "fill" if verb == "put" else "empty"
-    real = getattr(RingMove, name)
-
-    def interrupted(move, start, stop):
-        if start >= 4:
-            raise KeyboardInterrupt
-        return real(move, start, stop)
-
-    with open_store(memory_path, ALIGNED, "page_first", **options) as store:
-        if verb == "get":
-            assert all(store.put(keys, device, range(16)))
-        with monkeypatch.context() as patch:
-            patch.setattr(RingMove, name, interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                getattr(store, verb)(keys, device, range(16))
-        assert not engine.under_way
-        assert all(store.put(keys, device, range(16)))
-        assert all(store.get(keys, device, range(16, 32)))
-    assert all(pages_equal(device, range(16, 32), keys, NBYTES))
-    engine.close()
-
-
-@pytest.mark.parametrize("verb", ["put", "get"])
-@pytest.mark.parametrize("known", [True, False])
-def test_a_call_that_is_interrupted_at_its_end_too(memory_path, monkeypatch, verb, known):
-    """The ring is lent again where all steps are known to have ended, and nowhere else."""
-    short_steps(monkeypatch, 4)
-    engine, device, keys = Patient(), BytePool(ALIGNED, "page_first", 16), keys_of("twice", 8)
-    fill_pages(device, range(8), keys, NBYTES)
-    real, turns = engine.start, []
-
-    def start(batch, *, write):
-        flight = real(batch, write=write)
-        result = flight.result
-
-        def interrupted():
-            if turns.append(1) or len(turns) <= 2 or not known:
-                flight.done = lambda: len(turns) > 2
-                raise KeyboardInterrupt
-            return result()
-
-        flight.result = interrupted
-        return flight
-
-    options = {"capacity_bytes": "16 MiB", "engine": engine, "deadline_s": None}
-    with open_store(memory_path, ALIGNED, "page_first", **options) as store:
-        if verb == "get":
-            assert all(store.put(keys, device, range(8)))
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "start", start)
-            with pytest.raises(KeyboardInterrupt):
-                getattr(store, verb)(keys, device, range(8))
-        rings = staging._RINGS_OF_PROCESS
-        assert len(rings.given_up) == (not known)
-        if known:
-            assert not engine.under_way
-        engine.under_way.clear()
-        assert all(store.put(keys, device, range(8)))
-        assert all(store.get(keys, device, range(8, 16)))
-    assert all(pages_equal(device, range(8, 16), keys, NBYTES))
-    engine.close()
-
-
-@pytest.mark.parametrize("at", ["starting", "started"])
-def test_a_put_that_was_interrupted_as_a_step_began(memory_path, monkeypatch, at):
-    """What was begun lands late, and in no other page's slot."""
-    short_steps(monkeypatch, 4)
-    engine, device, keys = Patient(), BytePool(ALIGNED, "page_first", 16), keys_of("begins", 16)
-    fill_pages(device, range(16), keys, NBYTES)
-    real, late = engine.start, []
-
-    def start(batch, *, write):
-        if at == "started" and len(late) < 2:
-            late.append(batch)
-            return real(batch, write=write)
-        late.append(batch)
-        raise KeyboardInterrupt
-
-    options = {"capacity_bytes": "16 MiB", "engine": engine, "deadline_s": None}
-    with open_store(memory_path, ALIGNED, "page_first", **options) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "start", start)
-            with pytest.raises(KeyboardInterrupt):
-                store.put(keys[:8], device, range(8))
-        assert store.stats()["stranded_slots"] == 8
-        assert len(staging._RINGS_OF_PROCESS.given_up) == 1
-        assert all(store.put(keys[8:], device, range(8, 16)))
-        assert not any(engine.write(late[-1]))
-        blank_pages(device, range(16), NBYTES)
-        assert all(store.get(keys[8:], device, range(8)))
-    assert all(pages_equal(device, range(8), keys[8:], NBYTES))
-    engine.close()
-
-
-@pytest.mark.parametrize("verb", ["put", "get"])
-def test_an_error_beside_a_step_that_never_ended(memory_path, monkeypatch, verb):
-    """The pages are those of a timeout, whatever else went wrong."""
-    short_steps(monkeypatch, 4)
-    engine, device, keys = Patient(), BytePool(ALIGNED, "page_first", 8), keys_of("error", 8)
-    fill_pages(device, range(8), keys, NBYTES)
-    name = "fill" if verb == "put" else "empty"
-    real = getattr(RingMove, name)
-
-    def failing(move, start, stop):
-        if start >= (4 if verb == "put" else 0):
-            raise RuntimeError("boom")
-        return real(move, start, stop)
-
-    def start(batch, *, write):
-        verdict = "timeout: no end" if batch.offsets[0] == 3 * NBYTES else ""
-        return SimpleNamespace(done=lambda: False, result=lambda: [verdict] * len(batch))
-
-    with open_store(memory_path, ALIGNED, "page_first", capacity_bytes="16 MiB", engine=engine) as store:
-        if verb == "get":
-            assert all(store.put(keys, device, range(8)))
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "start", start)
-            patch.setattr(RingMove, name, failing)
-            found = getattr(store, verb)(keys, device, range(8))
-        assert {verdict.reason for verdict in found} == {"timeout: device_error: RuntimeError: boom"}
-        assert store.stats()["stranded_slots"] == (8 if verb == "put" else 0)
-        assert len(staging._RINGS_OF_PROCESS.given_up) == 1
-    engine.close()
-
-
-@pytest.mark.parametrize("fault", ["start", "result", "brief"])
-def test_an_engine_that_raises_costs_its_pages_only(memory_path, monkeypatch, fault):
-    short_steps(monkeypatch, 4)
-    engine, device, keys = Patient(), BytePool(ALIGNED, "page_first", 8), keys_of("raises", 8)
-    fill_pages(device, range(8), keys, NBYTES)
-    real, turns = engine.start, iter(range(8))
-
-    def boom():
-        raise RuntimeError("boom")
-
-    def start(batch, *, write):
-        if next(turns) != 3:
-            return real(batch, write=write)
-        if fault == "start":
-            boom()
-        return SimpleNamespace(done=lambda: True, result=boom) if fault == "result" else Settled([])
-
-    with open_store(memory_path, ALIGNED, "page_first", capacity_bytes="16 MiB", engine=engine) as store:
-        monkeypatch.setattr(engine, "start", start)
-        found = kinds(store.put(keys, device, range(8)))
-    if fault == "result":  # nobody knows whether it ended: nothing more is begun in the ring
-        assert found == ["stored"] * 3 + ["timeout"] + ["stored"] * 2 + ["not_tried"] * 2
-    else:
-        assert found == ["stored"] * 3 + ["engine_error"] + ["stored"] * 4
-    assert len(staging._RINGS_OF_PROCESS.given_up) == (fault == "result")
-    engine.close()
-
-
 @pytest.mark.parametrize("kind", [pytest.param("nixl", marks=needs_nixl)])
 def test_an_agent_that_refused_a_transfer_is_made_anew(memory_path, monkeypatch, kind):
     """Once what it has under way has ended: the memory must not be known to two agents."""
-    short_steps(monkeypatch, 4)
+    short_steps(monkeypatch, 4, NBYTES)
     engine, device, keys = device_engine(kind), BytePool(ALIGNED, "page_first", 16), keys_of("anew", 8)
     fill_pages(device, range(8), keys, NBYTES)
     made, real = [], NixlLane.post
@@ -501,7 +292,7 @@ def test_pages_with_gaps_and_scattered_ones(memory_path, monkeypatch):
     geometry = GEOMETRIES["wide_k"]
     nbytes, stride = geometry.page_nbytes, 8192
     assert nbytes < stride
-    short_steps(monkeypatch, 4, nbytes=stride)
+    short_steps(monkeypatch, 4, stride)
     engine, device, keys = device_engine("kvikio"), BytePool(geometry, "page_first", 32), keys_of("gaps", 14)
     fill_pages(device, range(14), keys, nbytes)
     with open_store(memory_path, geometry, "page_first", capacity_bytes="4 MiB", engine=engine) as store:
