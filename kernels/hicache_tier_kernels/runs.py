@@ -182,6 +182,7 @@ class Ranges:
 
     def of(self, planes: Sequence[int]) -> NDArray[np.uint64]:
         """Return the ranges of some planes, uint64 `[3, n]`: destinations, sources and lengths."""
+        planes = planes if isinstance(planes, range) else tuple(planes)
         if len(self._groups) == 1:
             group, ranges = self._groups[0]
             return self._at(planes, group, ranges).view(np.uint64)

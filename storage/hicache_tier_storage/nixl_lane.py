@@ -17,6 +17,7 @@ from .descriptors import MAX_DESCRIPTORS
 from .engine import STILL_UNDER_WAY
 from .flights import wait_through, wait_until
 from .nixl_package import nixl_module
+from .pace import Pace
 from .registrations import Registrations
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ _LOG = logging.getLogger(__name__)
 QUEUES = ("aio", "io_uring")  # POSIX AIO fails later transfers after one error
 GPU_PLUGINS = ("GDS_MT", "GDS")
 _KERNEL_QUEUE = 256
-_NAP, _LONGEST_NAP_S = 0.8, 0.05
-_PACE_OF = 4  # transfers, of which the pace is about the mean where they become slower
 _SUBMITTED_A_POLL = 64  # the plug-in hands that many to the kernel each time it is asked how it goes
 _NUMBERS = itertools.count()
 
@@ -100,7 +99,7 @@ class NixlLane:
         self._memory: Any = None
         self._low = self._high = 0
         self._under_way: set[Posted] = set()
-        self._pace_s = {True: 0.0, False: 0.0}  # seconds a byte of late, by "for writing"
+        self._paces = {True: Pace(), False: Pace()}  # by "for writing"
         self.usable = True
 
     def ended(self, posted: Posted) -> None:
@@ -176,23 +175,25 @@ class NixlLane:
         Asking costs the processor 30 us each time, so nobody asks before most of the time has gone that the
         last transfers took for as many bytes, unless asking is what hands the rest to the kernel.
         """
-        nbytes, pace_s = int(pieces.memory[:, 1].sum()), self._pace_s[write]
-        began_s = time.monotonic()
+        nbytes, pace = int(pieces.memory[:, 1].sum()), self._paces[write]
+        paced = len(pieces.memory) <= _KERNEL_QUEUE
+        nap_s = pace.nap_s(nbytes) if paced else 0.0
+        began_s, overslept = time.monotonic(), False
         posted = self.post(pieces, files, write=write)
         try:
-            if (
-                len(pieces.memory) <= _KERNEL_QUEUE
-            ):  # of the nap, `post` may have taken all: buffered I/O does
-                until_s = began_s + min(_LONGEST_NAP_S, nbytes * pace_s * _NAP)
-                time.sleep(max(0.0, until_s - time.monotonic()))
+            left_s = (
+                began_s + nap_s - time.monotonic()
+            )  # buffered I/O is over by now: `post` took all the time
+            if left_s > 0:
+                time.sleep(left_s)
+                overslept = posted.ended()
             wait_until(posted.ended, began_s)
         except BaseException as interrupt:
             posted.stop(interrupt)
             raise
         posted.finish()
-        latest_s = (time.monotonic() - began_s) / nbytes
-        slower = pace_s and latest_s > pace_s  # what was quicker may have been quicker yet than was seen
-        self._pace_s[write] = pace_s + (latest_s - pace_s) / _PACE_OF if slower else latest_s
+        if paced:
+            pace.learn(nbytes, time.monotonic() - began_s, overslept=overslept)
 
     def post(self, pieces: Descriptors, files: dict[int, int], *, write: bool) -> Posted:
         """Begin to move all pieces.

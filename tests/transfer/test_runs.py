@@ -82,6 +82,7 @@ def test_planes_of_one_width_only():
         assert ranges.of((0, 1))[2].tolist() == [16, 16]
         assert ranges.of((2, 3))[2].tolist() == [8, 8]
         assert sorted(ranges.of((1, 3))[2].tolist()) == [8, 16]
+        assert ranges.of([0, 1]).tolist() == ranges.of(range(2)).tolist()
 
 
 def test_no_run_crosses_a_seam_on_either_side():
