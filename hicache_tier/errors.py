@@ -33,6 +33,11 @@ def not_known(noun: str, value: object, allowed: Sequence[str], near: str = "") 
     return InvalidArgumentError(f"{noun} {value!r} is not known.{hint} Allowed: {', '.join(allowed)}.")
 
 
+def how_to_get(extra: str) -> str:
+    """Return what to type for an optional part of this project that is not installed."""
+    return f"pip install 'hicache-tier[{extra}]', or in a clone pip install '.[{extra}]'"
+
+
 class UnsupportedTransferError(HiCacheTierError, ValueError):
     """The path table refuses this combination.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicache_tier.errors import how_to_get
+
 from .errors import BenchError
 from .report_file import check_report_file
 
@@ -17,8 +19,7 @@ def check_plotting() -> None:
         import matplotlib as mpl
     except ImportError as error:
         raise BenchError(
-            "--plot needs matplotlib, which is not installed. Use: pip install 'hicache-tier[plot]', "
-            "or in a clone pip install '.[plot]'."
+            f"--plot needs matplotlib, which is not installed. Use: {how_to_get('plot')}."
         ) from error
     mpl.use("agg")
 

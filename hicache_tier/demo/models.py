@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError
+from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError, how_to_get
 
 from .options import MAX_RANDOM_TOKENS, RANDOM
 from .toy import NUM_LAYERS, SEED, ByteTokenizer, random_llama
@@ -189,7 +189,6 @@ def import_transformers() -> Any:  # noqa: ANN401 - an optional package without 
         import transformers
     except ImportError as error:
         raise EngineUnavailableError(
-            f"the demo needs transformers ({error}): pip install 'hicache-tier[demo]', "
-            "or in a clone pip install '.[demo]'."
+            f"the demo needs transformers ({error}): {how_to_get('demo')}."
         ) from error
     return transformers

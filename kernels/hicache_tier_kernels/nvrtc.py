@@ -16,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hicache_tier.errors import how_to_get
+
 from .support import Support
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def compiler() -> Support:
         return Support(
             ok=False,
             reason=f"NVRTC through cuda-core is not usable ({type(error).__name__}: {error}); "
-            f"install hicache-tier[cu13] or [cu12]",
+            f"{how_to_get('cu13')} (or cu12)",
         )
     return Support(ok=True, reason=f"NVRTC {major}.{minor}")
 

@@ -12,6 +12,7 @@ from hicache_tier.errors import (
     FormatVersionError,
     InvalidArgumentError,
     StoreError,
+    how_to_get,
 )
 
 from .capacity import PARTITION_NAME
@@ -80,10 +81,7 @@ def open_dataset(
 
         from .lazy_pages import LazyPages, numpy_dtype
     except ImportError as error:
-        raise EngineUnavailableError(
-            f"open_dataset needs {error.name}: pip install 'hicache-tier[xarray]', "
-            "or in a clone pip install '.[xarray]'."
-        ) from error
+        raise EngineUnavailableError(f"open_dataset needs {error.name}: {how_to_get('xarray')}.") from error
     import zarr
 
     found = survey(root)

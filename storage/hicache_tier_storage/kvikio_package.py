@@ -9,9 +9,9 @@ import os
 from functools import lru_cache
 from typing import Any
 
-from hicache_tier.errors import EngineUnavailableError
+from hicache_tier.errors import EngineUnavailableError, how_to_get
 
-EXTRA = "pip install 'hicache-tier[cu13]' (or [cu12])"
+EXTRA = f"{how_to_get('cu13')} (or cu12)"
 
 
 def missing_library(name: str, meaning: str) -> str:

@@ -10,10 +10,10 @@ import os
 from functools import lru_cache
 from typing import Any
 
-from hicache_tier.errors import EngineUnavailableError
+from hicache_tier.errors import EngineUnavailableError, how_to_get
 
 MIN_VERSION = (1, 5, 1)
-EXTRA = "pip install 'hicache-tier[cu13]' (or [cu12]; without CUDA: pip install --no-deps nixl-cu12)"
+EXTRA = f"{how_to_get('cu13')} (or cu12; without CUDA: pip install --no-deps nixl-cu12)"
 _NAMES = {"nixl_cu13": "nixl-cu13", "nixl_cu12": "nixl-cu12"}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicache_tier.errors import EncryptionError
+from hicache_tier.errors import EncryptionError, how_to_get
 
 from .encryption import KEY_NBYTES, expand
 from .record import AES_256_GCM, RECORD_NBYTES, as_sealed
@@ -50,10 +50,7 @@ class PageCipher:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ImportError as error:
-            raise EncryptionError(
-                "encryption needs cryptography: pip install 'hicache-tier[encryption]', "
-                "or in a clone pip install '.[encryption]'."
-            ) from error
+            raise EncryptionError(f"encryption needs cryptography: {how_to_get('encryption')}.") from error
         place = "/".join(partition.parts[-3:])
         self._key = key.for_partition(place)
         self._place = place.encode("ascii") + b"\0"

@@ -118,4 +118,4 @@ def test_a_missing_compiler_is_a_reason(monkeypatch):
     nvrtc.compiler.cache_clear()
     assert not found
     assert "No module named 'cuda'" in found.reason
-    assert "install hicache-tier" in found.reason
+    assert "pip install '.[cu13]'" in found.reason

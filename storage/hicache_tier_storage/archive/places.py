@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError
+from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError, how_to_get
 
 from .errors import ArchiveError
 
@@ -113,10 +113,7 @@ def object_store(place: Place, *, create: bool) -> Any:  # noqa: ANN401 - obstor
         from obstore.exceptions import BaseError
         from obstore.store import LocalStore, from_url
     except ImportError as error:
-        raise EngineUnavailableError(
-            f"{place.text} needs {error.name}: pip install 'hicache-tier[objects]', "
-            "or in a clone pip install '.[objects]'."
-        ) from error
+        raise EngineUnavailableError(f"{place.text} needs {error.name}: {how_to_get('objects')}.") from error
     try:
         if place.path.name:
             return LocalStore(place.path, mkdir=create, automatic_cleanup=create)
