@@ -7,7 +7,7 @@ from enum import StrEnum
 from itertools import product
 from typing import TYPE_CHECKING
 
-from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.errors import InvalidArgumentError, not_known
 from hicache_tier.geometry import KVGeometry, positive
 from hicache_tier.layout import Layout
 
@@ -88,11 +88,9 @@ class TransferCase:
 
     def __post_init__(self) -> None:
         if self.geometry not in GEOMETRIES:
-            raise InvalidArgumentError(
-                f"geometry {self.geometry!r} is not known. Allowed: {', '.join(GEOMETRIES)}."
-            )
+            raise not_known("geometry", self.geometry, list(GEOMETRIES))
         if self.order not in ORDERS:
-            raise InvalidArgumentError(f"order {self.order!r} is not known. Allowed: {', '.join(ORDERS)}.")
+            raise not_known("order", self.order, ORDERS)
         Layout.parse(self.layout)
         positive("page_tokens", self.page_tokens)
         if positive("tokens", self.tokens) % self.page_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError
+from hicache_tier.errors import EngineUnavailableError, not_known
 
 from .copy_engine import CopyEngine
 from .cuda import CudaEngine
@@ -31,8 +31,7 @@ def engine_named(name: str) -> Engine:
     try:
         return engines()[name]
     except KeyError:
-        allowed = ", ".join(engines())
-        raise InvalidArgumentError(f"engine {name!r} is not known. Allowed: {allowed}.") from None
+        raise not_known("engine", name, list(engines())) from None
 
 
 def run_plan(name: str, plan: CopyPlan, stream: torch.cuda.Stream | None = None) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache_tier.errors import InvalidArgumentError
+from hicache_tier.errors import not_known
 
 from .descriptors import MAX_DESCRIPTORS, describe, file_groups, good_runs, hull, parts
 from .flights import PartByPart, Settled
@@ -87,7 +87,7 @@ class NixlEngine:
         min_piece_nbytes: int = _MIN_PIECE_NBYTES,
     ) -> None:
         if queue not in QUEUES:
-            raise InvalidArgumentError(f"queue {queue!r} is not known. Allowed: {', '.join(QUEUES)}.")
+            raise not_known("queue", queue, QUEUES)
         nixl_module()
         self._posix = posix_plugin(queue)
         self._queue = queue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import mmap
 import os
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError
+from hicache_tier.errors import EngineUnavailableError, InvalidArgumentError, not_known
 
 from . import accelerators
 from .engine import ByteEngine
@@ -122,9 +121,7 @@ def probe(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise `InvalidArgumentError`, naming the nearest, unless `value` is one of `allowed`."""
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise InvalidArgumentError(f"{name} {value!r} is not known.{hint} Allowed: {', '.join(allowed)}.")
+        raise not_known(name, value, allowed)
 
 
 def check_engine(engine: object, io_mode: object, threads: object) -> None:
