@@ -170,12 +170,12 @@ class _Submission:
             self._begin = None
         prepared, streams, steps = self._prepared, self._streams, self._steps
         cheap = self.job.engine.cheap
-        until_s = None if patience is None else time.perf_counter() + patience
+        until_s = time.perf_counter() + (patience or 0.0)
         while self._at < len(steps):
             layers, planes = steps[self._at]
             if not cheap:
                 seconds = prepared.seconds(planes)
-                if patience is None or until_s is None:
+                if patience is None:
                     self._await_room(seconds)
                 elif seconds > patience or self._is_late(until_s, seconds):
                     return False

@@ -22,6 +22,7 @@ import numpy as np
 
 from hicache_tier.errors import InvalidArgumentError
 
+from .copy_engine import STEADY_NBYTES
 from .memo import PairMemo
 from .nvrtc import cache_folder
 from .runs import fragments_of
@@ -41,11 +42,6 @@ CLOSE = 0.06
 On a busy one the DMA units keep the whole link and slow products down by 0 to 3 %, where a kernel that
 reads host memory keeps 0.7 of it and costs 4 to 5 %, and one that writes it 0.5 at 4 % or 0.9 at 70 %
 (H200, bf16 products of 8192^3), so a little is worth giving up for them."""
-STEADY_NBYTES = 128 << 10
-"""Below, a DMA range takes the link less than the 1 to 2 us that it may cost the threads which submit it.
-
-How fast the copy engine is then depends on how busy the machine's cores are (0.97 and 0.7 of a contiguous
-copy for 64 KiB on two H200 machines of one kind), so it is taken only where it measured best."""
 BRIEF_NBYTES = 64 << 20
 """Below, a transfer is over within a millisecond, whatever it costs others meanwhile: the fastest takes it.
 
@@ -317,7 +313,10 @@ def choose(facts: PlanFacts, usable: Sequence[str], table: CalibrationTable) -> 
 
 
 def _leniency(engine: str, facts: PlanFacts) -> float:
-    """Return by which share an engine may fall behind the best and still be taken."""
+    """Return by which share an engine may fall behind the best and still be taken.
+
+    By none where the transfer is brief, or how fast the copy engine is depends on how busy cores are.
+    """
     unsteady = engine == "copy_engine" and facts.fragment_nbytes < STEADY_NBYTES
     return 0.0 if facts.brief or unsteady else CLOSE
 

@@ -39,9 +39,12 @@ RANGE_S, _BATCH_S = 0.45e-6, 20e-6
 """What a range and a call cost the thread that submits."""
 LEAST_SHARED = 512
 """Ranges from which on a second thread helps: telling it costs some 50 us."""
-LONG_NBYTES = 128 << 10
-"""Ranges this long keep the link busy for longer than submitting them takes a thread, even where its core is
-slow; with more threads, both directions at once get less (0.81 of two contiguous copies instead of 0.85)."""
+STEADY_NBYTES = 128 << 10
+"""Below, a range takes the link less than the 1 to 2 us that it may cost the thread which submits it.
+
+How fast the unit is then depends on how busy the machine's cores are (0.97 and 0.7 of a contiguous copy for
+64 KiB on two H200 machines of one kind). Longer ranges are submitted by one thread: with more, both
+directions at once get less (0.81 of two contiguous copies instead of 0.85)."""
 
 
 class CopyEngine:
@@ -131,7 +134,7 @@ def submit_ranges(ranges: NDArray[np.uint64], stream: torch.cuda.Stream, *, back
 
 def _shared(count: int, nbytes: int) -> bool:
     """Return whether so many ranges, of so many bytes each in the mean, are worth two threads."""
-    return count >= LEAST_SHARED and nbytes < LONG_NBYTES
+    return count >= LEAST_SHARED and nbytes < STEADY_NBYTES
 
 
 def batches_of(count: int) -> Iterator[slice]:

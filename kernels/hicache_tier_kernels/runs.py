@@ -240,8 +240,8 @@ def _cut(ranges: NDArray[np.int64], side: int, seams: NDArray[np.int64]) -> NDAr
     mine = np.repeat(ranges, parts, axis=1)
     nth = np.arange(mine.shape[1]) - np.repeat(np.cumsum(parts) - parts, parts)
     at = np.repeat(first, parts) + nth  # the first seam behind each part, if there is one
-    start, end = mine[side], mine[side] + mine[2]
+    ends = np.append(seams, np.iinfo(np.int64).max)
+    start = mine[side]
     begin = np.where(nth > 0, seams[at - 1], start)
-    end = np.where(nth < np.repeat(parts, parts) - 1, seams[np.minimum(at, len(seams) - 1)], end)
     shift = begin - start
-    return np.stack((mine[0] + shift, mine[1] + shift, end - begin))
+    return np.stack((mine[0] + shift, mine[1] + shift, np.minimum(start + mine[2], ends[at]) - begin))
