@@ -38,6 +38,8 @@ class Settled:
         """Return the verdicts."""
         return self._verdicts
 
+    run = result
+
 
 class PartByPart:
     """Work in parts, each begun once the one before has ended; the first is begun here.

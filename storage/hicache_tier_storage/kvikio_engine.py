@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from .descriptors import Descriptors
     from .engine import DeviceMemory, PageBatch
-    from .flights import Flight
     from .kept_handles import Batch
     from .slab import StoreFile
 
@@ -123,7 +122,7 @@ class KvikioEngine:
 
     # -- moving ----------------------------------------------------------------------------------------
 
-    def start(self, batch: PageBatch, *, write: bool) -> Flight:
+    def start(self, batch: PageBatch, *, write: bool) -> PartByPart | Settled:
         """Begin to move pages in GPU memory; kvikio has threads of its own."""
         refused = self._refused(batch)
         if refused or batch.memory is None:
@@ -145,8 +144,7 @@ class KvikioEngine:
         if refused or not len(batch):
             return refused
         if batch.memory is not None:
-            flight = self.start(batch, write=write)
-            return flight.run() if isinstance(flight, PartByPart) else flight.result()
+            return self.start(batch, write=write).run()
         if batch.page_nbytes < batch.addresses.shape[1] * self._min_piece_nbytes:
             return self._plain.write(batch) if write else self._plain.read(batch)
         verdicts = [""] * len(batch)

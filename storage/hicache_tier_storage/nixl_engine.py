@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from .engine import PageBatch
-    from .flights import Flight
     from .slab import StoreFile
 
 _LOG = logging.getLogger(__name__)
@@ -174,8 +173,7 @@ class NixlEngine:
         if not count:
             return []
         if batch.memory is not None:
-            flight = self.start(batch, write=write)
-            return flight.run() if isinstance(flight, PartByPart) else flight.result()
+            return self.start(batch, write=write).run()
         if not self._suits(batch):
             return self._plain.write(batch) if write else self._plain.read(batch)
         move = _Move(self, batch, write=write)
@@ -198,7 +196,7 @@ class NixlEngine:
             retry(self._plain, batch, sorted(move.failed), move.verdicts, write=write)
         return move.verdicts
 
-    def start(self, batch: PageBatch, *, write: bool) -> Flight:
+    def start(self, batch: PageBatch, *, write: bool) -> PartByPart | Settled:
         """Begin to move pages in GPU memory; the plug-in has threads of its own."""
         if self._closed:
             return Settled([f"engine_error: {self._closed}"] * len(batch))
