@@ -19,8 +19,6 @@ from .storage_cases import DEFAULT, SWEEP
 from .storage_sources import SOURCES
 
 _FINDING = 1
-_MOST_THREADS = 8
-"""As of a store that is not told how many: what keeps an NVMe drive busy."""
 
 
 @click.command("storage", short_help="Measure the store against a bare loop and against peers.")
@@ -101,6 +99,8 @@ def command(  # noqa: PLR0917 - click passes options by name
         check_picture(plot)
     if markdown_path is not None:
         check_report_file(markdown_path, "--markdown")
+    from hicache_tier_storage.posix import MOST_THREADS
+
     from .storage_session import StorageSession, StorageWish
 
     wish = StorageWish(
@@ -110,7 +110,7 @@ def command(  # noqa: PLR0917 - click passes options by name
         engine=engine,
         peers=peers,
         layout=layout,
-        threads=threads or (min(_MOST_THREADS, os.cpu_count() or 1),),
+        threads=threads or (min(MOST_THREADS, os.cpu_count() or 1),),
         depths=depths,
         mixes=mixes,
         repeats=repeats,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .engine import PageBatch
 
 _LOG = logging.getLogger(__name__)
+MOST_THREADS = 8  # of an engine that is not told how many
 _FILES_AT_ONCE = 8
 _ALONE_S = 1.0  # how long no thread is asked for after one could not be started
 _REASONS = {
@@ -45,7 +46,7 @@ _REASONS = {
 
 def default_threads() -> int:
     """Threads that keep a local NVMe busy without crowding the host's cores."""
-    return min(8, 2 * (os.cpu_count() or 1))
+    return min(MOST_THREADS, 2 * (os.cpu_count() or 1))
 
 
 class PosixEngine:
