@@ -13,7 +13,7 @@ import numpy as np
 from hicache_tier_kernels import RowMap, byte_plane
 
 from .allocator import PageAllocator, page_array
-from .errors import ClosedError, InvalidArgumentError
+from .errors import ClosedError, InvalidArgumentError, not_known
 from .geometry import KVGeometry, positive
 from .layout import Layout
 from .memory import HostMemory, check_budget
@@ -195,8 +195,7 @@ class HostPool:
                 nbytes = self.geometry.component_nbytes(component) * self.num_pages
                 region = self._memory.bytes[offset : offset + nbytes]
                 return region.view(self.geometry.dtype.torch).view(shape)
-        allowed = ", ".join(component.name for component in self.geometry.components)
-        raise InvalidArgumentError(f"component {name!r} is not known. Allowed: {allowed}.")
+        raise not_known("component", name, [component.name for component in self.geometry.components])
 
     def page_views(self, page: int) -> dict[str, torch.Tensor]:
         """Return one page as it would be stored, without a copy.

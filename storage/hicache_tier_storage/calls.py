@@ -33,9 +33,7 @@ class Call:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
-        self._gate = (
-            threading.Lock()
-        )  # to wait at; it says nothing: a signal may raise as a wait has taken it
+        self._gate = threading.Lock()  # says nothing: a signal may raise as a wait has taken it
         self._gate.acquire()
         self._lock = threading.Lock()
         self._returned = False

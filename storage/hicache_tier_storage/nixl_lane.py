@@ -181,10 +181,8 @@ class NixlLane:
         began_s, overslept = time.monotonic(), False
         posted = self.post(pieces, files, write=write)
         try:
-            left_s = (
-                began_s + nap_s - time.monotonic()
-            )  # buffered I/O is over by now: `post` took all the time
-            if left_s > 0:
+            left_s = began_s + nap_s - time.monotonic()
+            if left_s > 0:  # not so for buffered I/O: `post` took all the time
                 time.sleep(left_s)
                 overslept = posted.ended()
             wait_until(posted.ended, began_s)
